@@ -49,16 +49,17 @@
 //!
 //! # Spans and events
 //!
-//! A program that installs a subscriber of [`tracing`](https://docs.rs/tracing) gets these, with the
+//! A program that installs a [`tracing`](https://docs.rs/tracing) subscriber gets these, with the
 //! target `collective`. Without one nothing is formatted, and each costs an atomic load.
 //!
-//! | span or event | when | fields |
-//! |---|---|---|
-//! | span `bucket` (debug) | from a bucket's launch until its average is complete, whichever thread completes it | `rank`, `pass`, `bucket`, `bytes`, `dtype` |
-//! | span `finish` (debug) | a reducer's `finish`: this rank waits for its buckets | `rank`, `pass` |
-//! | span `call` (trace) | one step of a verb, on the thread that runs it; on a device, until it has ended | `group`, `rank`, `op` |
-//! | event `group_made` (debug) | this rank is in a new group | `group`, `rank`, `world_size`, `backend`, `epoch` |
-//! | event `group_failed` (error) | the group's first failure on this rank | `group`, `rank`, `error` |
+//! * Span `bucket { rank, pass, bucket, bytes, dtype }` (debug): from the launch of a gradient bucket
+//!   until its average is complete, on whichever thread that happens.
+//! * Span `finish { rank, pass }` (debug): the end of a pass; the rank waits for its buckets.
+//! * Span `call { group, rank, op }` (trace): one step of a verb, on the thread that runs it. On a
+//!   device, until the device has run it.
+//! * Event `group_made { group, rank, world_size, backend, epoch }` (debug): this rank has joined a
+//!   group.
+//! * Event `group_failed { group, rank, error }` (error): the group's first failure on this rank.
 //!
 //! An asynchronous call runs within the span in which it was submitted, also on another thread.
 

@@ -23,18 +23,17 @@
 //!
 //! # Events
 //!
-//! A program that calls [`launch`](fn@launch) can watch the ranks by a subscriber of
+//! A program that calls [`launch`](fn@launch) can watch the ranks with a subscriber of
 //! [`tracing`](https://docs.rs/tracing). Nothing is formatted without one. The target is `launch`.
 //!
-//! | event | when | fields |
-//! |---|---|---|
-//! | `attempt_started` | the nodes have joined | `attempt`, `restart`, `node`, `nodes`, `world_size` |
-//! | `rank_started` | a rank of this node was started | `rank`, `local_rank`, `pid` |
-//! | `rank_replaced` | the same, in a later attempt | also `attempt`, `restart` |
-//! | `rank_ended` | it exited with 0 | `rank`, `local_rank`, `pid` |
-//! | `rank_saved` | it exited with [`EXIT_SAVED`] | `rank`, `local_rank`, `pid` |
-//! | `rank_died` | it failed, or was stopped (a warning) | also `code` or `signal` |
-//! | `attempt_ended` | the nodes agree on the result | `attempt`, `code`, `ranks`, `failed`, `saved`, `starts_again` |
+//! * `attempt_started { attempt, restart, node, nodes, world_size }`: the nodes have joined.
+//! * `rank_started { rank, local_rank, pid }`: a rank of this node was started.
+//! * `rank_replaced { rank, local_rank, pid, attempt, restart }`: the same in a later attempt.
+//! * `rank_ended { rank, local_rank, pid }`: it exited with 0.
+//! * `rank_saved { rank, local_rank, pid }`: it exited with [`EXIT_SAVED`].
+//! * `rank_died { rank, local_rank, pid, code, signal }`, a warning: it failed or was stopped.
+//! * `attempt_ended { attempt, code, ranks, failed, saved, starts_again }`: the nodes agree on the
+//!   result.
 //!
 //! # Folders
 //!

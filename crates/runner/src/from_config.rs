@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use collective::{Transport, init::Launcher};
 
-use crate::config::{Config, Mistakes, Section, choose};
+use crate::config::{Config, Mistakes, Section};
 use crate::data::{COLLATE_FUNCTIONS, Workers};
 use crate::engine::{CompileOptions, MatmulPrecision, WrongGradient};
 use crate::evaluate::{Evaluator, read_evaluator};
@@ -19,7 +19,7 @@ use crate::placement::DeviceConfig;
 use crate::pretrained::{self, ReviseKeys};
 use crate::runner::{DataLoaderConfig, EvalSplit, Length, LoadOptions, RunnerBuilder, TrainConfig};
 use crate::schedulers;
-use crate::sinks::Level;
+use crate::sinks::{Level, VIS_BACKENDS};
 use crate::{Error, Result};
 
 /// MMEngine's default of `env_cfg.resource_limit`.
@@ -561,32 +561,16 @@ fn read_log_config(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
         section.optional::<String>("name")?;
         section.finish()?;
     }
-    for backend in backends {
-        let is_tensorboard = root.attempt(|_| read_backend(backend))?;
-        log.tensorboard |= is_tensorboard == Some(true);
+    // The one that every run has is read for its mistakes.
+    let mut types = vec!["LocalVisBackend".to_owned()];
+    for section in backends {
+        let kind = section.text_of("type").unwrap_or(&types[0]).to_owned();
+        let backend = root.attempt_whole(|_| VIS_BACKENDS.build_or(section, &types[0]))?;
+        if !types.contains(&kind) {
+            builder.vis_backends.extend(backend);
+            types.push(kind);
+        }
     }
+    builder.log_config.trace = root.optional::<String>("trace")?.map(PathBuf::from);
     Ok(())
 }
-
-/// Reads an entry of `vis_backends`; returns whether it is TensorBoard.
-fn read_backend(mut section: Section) -> Result<bool> {
-    let place = section.offset_of("type");
-    let name: String = section.or("type", "LocalVisBackend".to_owned())?;
-    if SERVICES.contains(&name.as_str()) {
-        let text = format!("`{name}` is not supported: read `scalars.json` instead");
-        return Err(place.error(text));
-    }
-    section.finish()?;
-    let backends = [("LocalVisBackend", false), ("TensorboardVisBackend", true)];
-    choose("backend", &name, &backends, &place)
-}
-
-/// MMEngine's other backends, which need external services.
-const SERVICES: [&str; 6] = [
-    "WandbVisBackend",
-    "MLflowVisBackend",
-    "ClearMLVisBackend",
-    "NeptuneVisBackend",
-    "DVCLiveVisBackend",
-    "AimVisBackend",
-];

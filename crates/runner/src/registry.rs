@@ -14,8 +14,9 @@
 //! [`STREAMS`](crate::data::STREAMS), [`TRANSFORMS`](crate::data::TRANSFORMS),
 //! [`BATCH_TRANSFORMS`](crate::data::BATCH_TRANSFORMS) and
 //! [`COLLATE_FUNCTIONS`](crate::data::COLLATE_FUNCTIONS),
-//! [`evaluate::METRICS`](crate::evaluate::METRICS). A program registers its own components before
-//! it starts the runner:
+//! [`evaluate::METRICS`](crate::evaluate::METRICS),
+//! [`sinks::VIS_BACKENDS`](crate::sinks::VIS_BACKENDS). A program registers its own components
+//! before it starts the runner:
 //!
 //! ```
 //! use runner::hooks::{HOOKS, Hook};
@@ -60,7 +61,17 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("ApexOptimWrapper", "use AmpOptimWrapper for mixed precision"),
     ("pseudo_collate", "use `default_collate`, or `pad_collate` if samples differ in length"),
     ("ZeroRedundancyOptimizer", "every rank holds the full optimizer state"),
+    ("WandbVisBackend", FOLLOWED),
+    ("MLflowVisBackend", FOLLOWED),
+    ("ClearMLVisBackend", IN_SCALARS),
+    ("NeptuneVisBackend", IN_SCALARS),
+    ("DVCLiveVisBackend", IN_SCALARS),
+    ("AimVisBackend", IN_SCALARS),
 ];
+
+const FOLLOWED: &str = "`examples/trackers/follow.py` sends `scalars.json` there";
+const IN_SCALARS: &str =
+    "what it shows is in `scalars.json`; a program registers its own in `VIS_BACKENDS`";
 
 type Builder<T> = Arc<dyn Fn(&mut Section) -> Result<T> + Send + Sync>;
 

@@ -30,7 +30,7 @@ use crate::model::{
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::placement::{self, DeviceConfig, Placement};
 use crate::schedulers::SchedulerConfig;
-use crate::sinks::Level;
+use crate::sinks::{Level, VisBackend};
 use crate::{Error, Result};
 
 /// Timeout of collectives, after which missing ranks are named: MMEngine's 30 minutes.
@@ -65,6 +65,7 @@ pub struct RunnerBuilder {
     pub(crate) frozen: Vec<String>,
     pub(crate) lora: Option<LoraOptions>,
     pub(crate) log_config: LogConfig,
+    pub(crate) vis_backends: Vec<Box<dyn VisBackend>>,
     pub(crate) compile: Option<CompileOptions>,
     pub(crate) only: Option<EvalSplit>,
     /// Whether the run only trains.
@@ -92,6 +93,11 @@ pub(crate) struct LogConfig {
     pub(crate) tensorboard: bool,
     /// Minimum severity that is logged.
     pub(crate) log_level: Level,
+    /// Whether lines do not go to standard output, or to a file.
+    pub(crate) no_console: bool,
+    pub(crate) no_file: bool,
+    /// Rank 0's file of Chrome's trace format.
+    pub(crate) trace: Option<PathBuf>,
 }
 
 impl std::fmt::Debug for RunnerBuilder {
@@ -161,6 +167,16 @@ impl RunnerBuilder {
         lora(options: LoraOptions) => lora = Some(options);
         /// Writes event files for TensorBoard in addition to `scalars.json`.
         tensorboard(wanted: bool) => log_config.tensorboard = wanted;
+        /// Sets whether log lines and the progress bar go to standard output, the default. A
+        /// `tracing` subscriber gets the lines either way, see [`sinks`](crate::sinks).
+        console(wanted: bool) => log_config.no_console = !wanted;
+        /// Sets whether log lines go to a file in the work directory, the default.
+        log_file(wanted: bool) => log_config.no_file = !wanted;
+        /// Writes a trace of the run, for <https://ui.perfetto.dev>: steps, forward and backward
+        /// passes, each gradient bucket from its launch to its average, checkpoints, validations.
+        /// Each rank writes a file: rank 0 this one, rank 1 `trace.rank1.json` if this is
+        /// `trace.json`. Existing files are replaced.
+        trace(path: impl Into<PathBuf>) => log_config.trace = Some(path.into());
         /// Compiles the model with the engine, and logs the result.
         compile(options: CompileOptions) => compile = Some(options);
         /// Sets the device of model and optimizer; by default the host.
@@ -194,6 +210,13 @@ impl RunnerBuilder {
     #[must_use]
     pub fn hook(mut self, hook: Box<dyn Hook>) -> Self {
         self.hooks.push((hook.priority(), hook));
+        self
+    }
+
+    /// Adds a receiver of the run's scalars, beside `scalars.json`.
+    #[must_use]
+    pub fn vis_backend(mut self, backend: Box<dyn VisBackend>) -> Self {
+        self.vis_backends.push(backend);
         self
     }
 
@@ -293,7 +316,8 @@ impl RunnerBuilder {
                 losses: UncheckedLosses::default(),
                 seed: seeds,
                 position: Position::default(),
-                output: Output::new(work_dir, group.rank() == 0, self.log_config, timestamp),
+                output: Output::new(work_dir, group.rank(), self.log_config, timestamp)
+                    .with_backends(self.vis_backends),
                 group: group.clone(),
             };
             Ok((runner, placement, scaled))
@@ -359,6 +383,7 @@ fn open_output(
     // No rank creates anything before all ranks have reached this point.
     group.barrier()?;
     trains.then(|| runner.claim_work_dir()).transpose()?;
+    runner.output.open_trace()?;
     if group.rank() == 0 {
         runner.open_output(&placement, scaled)?;
     }

@@ -12,6 +12,8 @@ use std::time::Duration;
 use collective::ProcessGroup;
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
+use tracing::dispatcher::get_default;
+use tracing::subscriber::NoSubscriber;
 
 use super::builder::build_model;
 use super::loading;
@@ -59,6 +61,12 @@ impl RunnerBuilder {
             mistakes.add(split.missing());
         }
         check_names(&self.hooks, mistakes);
+        let has_subscriber = || !get_default(|current| current.is::<NoSubscriber>());
+        if self.log_config.trace.is_some() && has_subscriber() {
+            let text = "trace: this program has a subscriber of `tracing` already, which gets the same spans: leave \
+                        `trace` out, or install `runner::sinks::ChromeTrace` in its place";
+            mistakes.add(Error::Config(text.into()));
+        }
         // A run that resumes from its own checkpoints no longer needs that one.
         let goes_on = |from: &Path| {
             self.resume && self.work_dir.as_ref().is_some_and(|dir| has_run_begun_with(dir, from))

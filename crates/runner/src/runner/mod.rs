@@ -29,6 +29,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use collective::ProcessGroup;
+use tracing::info_span;
 
 use agreement::Budget;
 pub(crate) use agreement::Interrupt;
@@ -110,6 +111,12 @@ impl Runner {
     /// hook saves one. Otherwise the first error of any part: the process group is aborted with its
     /// text, so that the other ranks end as well and report it.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
+        self.traced(Self::train_untraced)
+    }
+
+    fn train_untraced(&mut self) -> Result<Vec<(String, f64)>> {
+        let (rank, world_size) = (self.group.rank(), self.group.world_size());
+        let _span = info_span!(target: "runner", "train", rank, world_size).entered();
         let status = &mut self.status;
         (status.trains, status.stopped, status.interrupted) = (true, false, false);
         let trained = train_loop::train(self);
@@ -126,7 +133,7 @@ impl Runner {
     ///
     /// [`Error::Config`] without a validation set; otherwise as [`train`](Self::train).
     pub fn validate(&mut self) -> Result<Vec<(String, f64)>> {
-        let metrics = evaluation::evaluate_only(self, EvalSplit::Val);
+        let metrics = self.traced(|runner| evaluation::evaluate_only(runner, EvalSplit::Val));
         self.or_abort(metrics)
     }
 
@@ -136,7 +143,7 @@ impl Runner {
     ///
     /// [`Error::Config`] without a test set; otherwise as [`train`](Self::train).
     pub fn test(&mut self) -> Result<Vec<(String, f64)>> {
-        let metrics = evaluation::evaluate_only(self, EvalSplit::Test);
+        let metrics = self.traced(|runner| evaluation::evaluate_only(runner, EvalSplit::Test));
         self.or_abort(metrics)
     }
 

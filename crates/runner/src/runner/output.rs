@@ -4,13 +4,18 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use tracing::{Dispatch, dispatcher};
+
 use super::builder::LogConfig;
 use super::log_lines::format_bar;
 use super::stream::TrainStream;
 use super::{EvalSplit, Runner};
 use crate::checkpoint::is_full;
 use crate::placement::Placement;
-use crate::sinks::{Appender, EventFile, JsonLine, Logger, Scalars, WAIT};
+use crate::sinks::{
+    ChromeTrace, JsonLine, LocalVisBackend, Logger, RunInfo, ScalarRecord, Scalars,
+    TensorboardVisBackend, VisBackend, WAIT,
+};
 use crate::{Error, Result};
 
 /// Minimum time between updates of the progress bar.
@@ -20,15 +25,17 @@ const BAR_INTERVAL: Duration = Duration::from_millis(100);
 const MOST_IN_A_SECOND: usize = 1000;
 
 /// A run's outputs on this rank.
-#[derive(Debug)]
 pub(super) struct Output {
+    rank: usize,
     work_dir: PathBuf,
     timestamp: String,
     log_config: LogConfig,
     logger: Logger,
-    /// Files of scalars, all with the same lines; none on other ranks than the first.
-    files: Vec<Appender>,
-    events: Option<EventFile>,
+    /// Receivers of the scalars; on other ranks than the first never opened.
+    backends: Vec<Box<dyn VisBackend>>,
+    is_open: bool,
+    /// Gets this rank's spans.
+    trace: Option<Dispatch>,
     pub(super) scalars: Scalars,
     pub(super) eta: Duration,
     drawn: Option<Instant>,
@@ -41,7 +48,7 @@ impl Output {
     /// An output that writes to the terminal only, and only on the first rank.
     pub(super) fn new(
         work_dir: PathBuf,
-        enabled: bool,
+        rank: usize,
         log_config: LogConfig,
         timestamp: String,
     ) -> Self {
@@ -49,21 +56,48 @@ impl Output {
         if let Some(window) = log_config.window_size {
             scalars.set_window(window);
         }
-        let mut logger = Logger::new(enabled);
+        let mut logger = Logger::new(rank == 0);
         logger.set_least(log_config.log_level);
+        logger.set_console(!log_config.no_console);
+        let mut backends: Vec<Box<dyn VisBackend>> = vec![Box::new(LocalVisBackend::default())];
+        if log_config.tensorboard {
+            backends.push(Box::new(TensorboardVisBackend::default()));
+        }
         Self {
+            rank,
             work_dir,
             timestamp,
             log_config,
             logger,
-            files: Vec::new(),
-            events: None,
+            backends,
+            is_open: false,
+            trace: None,
             scalars,
             eta: Duration::ZERO,
             drawn: None,
             waits: false,
             written: None,
         }
+    }
+
+    /// Adds receivers of the scalars.
+    pub(super) fn with_backends(mut self, backends: Vec<Box<dyn VisBackend>>) -> Self {
+        self.backends.extend(backends);
+        self
+    }
+
+    /// Creates this rank's trace, if one is wanted.
+    pub(super) fn open_trace(&mut self) -> Result<()> {
+        let Some(path) = &self.log_config.trace else { return Ok(()) };
+        let path = match self.rank {
+            0 => path.clone(),
+            rank => path.with_extension(match path.extension() {
+                Some(extension) => format!("rank{rank}.{}", extension.to_string_lossy()),
+                None => format!("rank{rank}"),
+            }),
+        };
+        self.trace = Some(Dispatch::new(ChromeTrace::create(&path, self.rank)?));
+        Ok(())
     }
 
     /// Creates the work directory and, in one named after the time, log and scalars, in MMEngine's
@@ -78,7 +112,7 @@ impl Output {
     fn or_without(&mut self, log: &str, written: Result<()>) -> Result<()> {
         match written {
             Err(Error::Io { what, source }) if is_full(&source) => {
-                (self.files, self.events) = (Vec::new(), None);
+                self.is_open = false;
                 let text = format!("{what}: {source}; the run goes on without {log}");
                 self.logger.warning(&text);
                 Ok(())
@@ -101,12 +135,14 @@ impl Output {
             }
             write(&copy)?;
         }
-        self.logger.open_file(&dir.join(format!("{}.log", self.timestamp)))?;
-        let names = ["scalars", &self.timestamp].map(|name| vis.join(format!("{name}.json")));
-        self.files = names.iter().map(|path| Appender::open(path)).collect::<Result<_>>()?;
-        if self.log_config.tensorboard {
-            self.events = Some(EventFile::create(&vis)?);
+        if !self.log_config.no_file {
+            self.logger.open_file(&dir.join(format!("{}.log", self.timestamp)))?;
         }
+        let name = self.experiment_name();
+        let config = self.log_config.config.as_ref().map(|(_, text)| &**text);
+        let run = RunInfo { dir: &vis, name: &name, timestamp: &self.timestamp, config };
+        self.backends.iter_mut().try_for_each(|backend| backend.open(&run))?;
+        self.is_open = true;
         Ok(())
     }
 
@@ -154,26 +190,20 @@ impl Output {
         &mut self.logger
     }
 
-    /// Appends one line of numbers: `scalars`, then `counts`, the last of which is the step.
+    /// Hands the scalars of one step to the receivers.
     fn append<'a>(
         &mut self,
-        scalars: impl Iterator<Item = (&'a str, f64)> + Clone,
+        scalars: impl Iterator<Item = (&'a str, f64)>,
         counts: &[(&'a str, usize)],
+        step: usize,
     ) -> Result<()> {
-        if let Some(events) = &mut self.events {
-            let (step, counts) = counts.split_last().map_or((0, counts), |(last, c)| (last.1, c));
-            let counts = counts.iter().map(|(name, count)| (*name, *count as f64));
-            events.write(&scalars.clone().chain(counts).collect::<Vec<_>>(), step)?;
-        }
-        if self.files.is_empty() {
+        if !self.is_open {
             return Ok(());
         }
         self.waits = true;
-        let mut line = JsonLine::new();
-        scalars.for_each(|(name, value)| line.put(name, value));
-        counts.iter().for_each(|(name, count)| line.put(name, count));
-        let line = line.end();
-        self.files.iter_mut().try_for_each(|file| file.push(&[&line]))
+        let scalars: Vec<_> = scalars.collect();
+        let record = ScalarRecord { scalars: &scalars, counts, step };
+        self.backends.iter_mut().try_for_each(|backend| backend.add_scalars(&record))
     }
 
     /// Writes the buffered lines.
@@ -181,9 +211,24 @@ impl Output {
         self.waits = false;
         self.written = Some(Instant::now());
         self.logger.flush();
-        let events = self.events.as_mut().map_or(Ok(()), EventFile::flush);
-        let flushed = events.and_then(|()| self.files.iter_mut().try_for_each(Appender::flush));
+        if !self.is_open {
+            return Ok(());
+        }
+        let flushed = self.backends.iter_mut().try_for_each(|backend| backend.flush());
         self.or_without("scalars", flushed)
+    }
+
+    /// The run's name, as log lines have it.
+    fn experiment_name(&self) -> String {
+        let Self { log_config, timestamp, .. } = self;
+        let stem = |(name, _): &(String, String)| {
+            Path::new(name).file_stem().map(|stem| stem.to_string_lossy().into_owned())
+        };
+        let stem = || log_config.config.as_ref().and_then(stem);
+        match log_config.experiment_name.clone().or_else(stem) {
+            Some(name) => format!("{name}_{timestamp}"),
+            None => timestamp.clone(),
+        }
     }
 }
 
@@ -195,6 +240,18 @@ impl Drop for Output {
 }
 
 impl Runner {
+    /// Runs `run` with this rank's trace as subscriber, if there is one. Warns if the trace cannot be
+    /// written.
+    pub(super) fn traced<T>(&mut self, run: impl FnOnce(&mut Self) -> T) -> T {
+        let Some(trace) = self.output.trace.clone() else { return run(self) };
+        let done = dispatcher::with_default(&trace, || run(self));
+        let written = trace.downcast_ref::<ChromeTrace>().map_or(Ok(()), ChromeTrace::flush);
+        if let Err(error) = written {
+            self.output.logger.warning_of_rank(&format!("{error}; the trace ends there"));
+        }
+        done
+    }
+
     /// Begins the log: ranks, seed, the results of `auto_scale_lr` (`scaled`) and `compile`, the
     /// hooks.
     pub(super) fn open_output(
@@ -263,18 +320,7 @@ impl Runner {
 
     /// The run's name, as log lines have it.
     pub(crate) fn experiment_name(&self) -> String {
-        let Output { log_config, timestamp, .. } = &self.output;
-        let stem = |(name, _): &(String, String)| {
-            Path::new(name).file_stem().map(|stem| stem.to_string_lossy().into_owned())
-        };
-        match log_config
-            .experiment_name
-            .clone()
-            .or_else(|| log_config.config.as_ref().and_then(stem))
-        {
-            Some(name) => format!("{name}_{timestamp}"),
-            None => timestamp.clone(),
-        }
+        self.output.experiment_name()
     }
 
     /// Whether log lines count epochs.
@@ -286,14 +332,14 @@ impl Runner {
     pub(crate) fn write_train_scalars(&mut self) -> Result<()> {
         // The configuration's, so that the axis goes on where the number of ranks changes.
         let iter = self.position().begun.scale.to_configured(self.position().iter + 1);
-        let counts = [("epoch", self.position().epoch + 1), ("iter", iter), ("step", iter)];
+        let counts = [("epoch", self.position().epoch + 1), ("iter", iter)];
         let counts = if self.logs_by_epoch() { &counts[..] } else { &counts[1..] };
         let rates = self.rates();
         let rates = rates.iter().map(|(name, rate)| (name.as_str(), *rate));
         // Taken out while they are written.
         let scalars = std::mem::take(&mut self.output.scalars);
         let all = scalars.smoothed();
-        let written = all.map(|all| self.output.append(rates.chain(all), counts));
+        let written = all.map(|all| self.output.append(rates.chain(all), counts, iter));
         self.output.scalars = scalars;
         self.output.or_without("scalars", written?)
     }
@@ -308,14 +354,14 @@ impl Runner {
         let by_epoch = by_epoch && self.is_by_epoch();
         let step = if by_epoch { self.val_epoch() } else { self.position().configured_iter() };
         let times = self.eval_times(EvalSplit::Val);
-        let written = self.output.append(eval_scalars(metrics, times), &[("step", step)]);
+        let written = self.output.append(eval_scalars(metrics, times), &[], step);
         self.output.or_without("scalars", written)?;
         self.flush()
     }
 
     /// Writes a test's metrics to a file of their own.
     pub(crate) fn write_test_scalars(&self, metrics: &[(String, f64)]) -> Result<()> {
-        if self.output.files.is_empty() {
+        if !self.output.is_open {
             return Ok(());
         }
         let mut line = JsonLine::new();
@@ -337,7 +383,7 @@ fn io(path: &Path, source: std::io::Error) -> Error {
 fn eval_scalars(
     metrics: &[(String, f64)],
     (data_time, time): (f64, f64),
-) -> impl Iterator<Item = (&str, f64)> + Clone {
+) -> impl Iterator<Item = (&str, f64)> {
     let metrics = metrics.iter().map(|(name, value)| (name.as_str(), *value));
     metrics.chain([("data_time", data_time), ("time", time)])
 }

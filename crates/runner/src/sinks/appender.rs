@@ -28,7 +28,15 @@ pub(crate) struct Appender {
 impl Appender {
     /// Opens a file to append, and creates what is not there.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = File::options().create(true).append(true).open(path);
+        Self::new(path, File::options().create(true).append(true).open(path))
+    }
+
+    /// Creates a file in place of an earlier one.
+    pub(super) fn create(path: &Path) -> Result<Self> {
+        Self::new(path, File::create(path))
+    }
+
+    fn new(path: &Path, file: std::io::Result<File>) -> Result<Self> {
         let file = file.map_err(|source| io("create", path, source))?;
         Ok(Self { path: path.to_owned(), file, waiting: Vec::new() })
     }

@@ -1,8 +1,8 @@
 //! The run's log: `MM/DD HH:MM:SS - runner - INFO - text` on the terminal, the same with the year
 //! in the log file. Rank 0 writes; the others keep quiet.
 //!
-//! Every line is an event of `tracing`, too, with the target `runner::log`. Terminal and file can be
-//! switched off, each by itself, and a subscriber of the program's own takes their place.
+//! Every line is also a `tracing` event of the target `runner::log`. Terminal and file can be switched
+//! off separately, so that a subscriber of the program can replace them.
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;

@@ -41,8 +41,13 @@ mod tensorboard;
 #[cfg(feature = "candle")]
 mod torch_numerics;
 #[cfg(feature = "candle")]
+mod trace;
+mod trackers;
+#[cfg(feature = "candle")]
 mod train;
 #[cfg(feature = "candle")]
 mod transformer;
+#[cfg(feature = "candle")]
+mod vis_backend;
 #[cfg(feature = "candle")]
 mod zoo_vectors;

@@ -1,6 +1,9 @@
 //! Helpers shared by several modules.
 
 #[cfg(feature = "candle")]
+#[path = "../../../../collective/tests/it/common/collector.rs"]
+pub(crate) mod collector;
+#[cfg(feature = "candle")]
 pub(crate) mod shards;
 #[cfg(feature = "candle")]
 pub(crate) mod slurm;

@@ -1,10 +1,10 @@
 //! `ChromeTrace`: a `tracing` subscriber that writes Chrome's trace format, for
 //! <https://ui.perfetto.dev> and `chrome://tracing`.
 //!
-//! The process of an event is the rank. A span is a slice of each thread that enters it. A span that
-//! is entered several times or closed on another thread, such as a gradient bucket, is also an
-//! asynchronous slice, from when it was opened until it was closed. Times are microseconds since
-//! 1970, so that the files of several ranks can be merged.
+//! The process of an event is the rank. A span is a slice of each thread that enters it. A span
+//! that is entered several times or closed on another thread, such as a gradient bucket, is also
+//! an asynchronous slice, from when it was opened until it was closed. Times are microseconds
+//! since 1970, so that the files of several ranks can be merged.
 //!
 //! Invariant: the file and `]` are valid JSON whenever the process ends.
 

@@ -10,8 +10,8 @@
 //!
 //! # Spans
 //!
-//! The subscriber also gets spans of the target `runner`. Without a subscriber nothing is formatted,
-//! and each span costs an atomic load.
+//! The subscriber also gets spans of the target `runner`. Without a subscriber nothing is
+//! formatted, and each span costs an atomic load.
 //!
 //! * `train { rank, world_size }` (info): a call of [`Runner::train`](crate::Runner::train).
 //! * `data` (debug): waiting for the next batch.
@@ -22,21 +22,21 @@
 //! * `save { name }` (info): writing a checkpoint.
 //! * `evaluate { split, iter }` (info): a validation or test.
 //!
-//! Those of gradient buckets are [`collective`]'s, and events of ranks are [`launch`](mod@launch)'s,
-//! in the launcher's process.
+//! Those of gradient buckets are [`collective`]'s, and events of ranks are
+//! [`launch`](mod@launch)'s, in the launcher's process.
 //!
 //! # Traces
 //!
 //! `trace = "trace.json"` in a configuration, or
-//! [`RunnerBuilder::trace`](crate::RunnerBuilder::trace), writes these spans in Chrome's format, one
-//! file for each rank. <https://ui.perfetto.dev> shows it: below `backward` of a rank, the buckets
-//! that overlap with it. `jq -s add trace*.json` merges the files of the ranks of a machine.
+//! [`RunnerBuilder::trace`](crate::RunnerBuilder::trace), writes these spans in Chrome's format,
+//! one file for each rank. <https://ui.perfetto.dev> shows it: below `backward` of a rank, the
+//! buckets that overlap with it. `jq -s add trace*.json` merges the files of the ranks of a machine.
 //!
 //! # Scalars
 //!
-//! Each [`VisBackend`] gets the scalars of a run. [`VIS_BACKENDS`] maps the names in a configuration
-//! to them, and a program registers its own. `examples/trackers/follow.py` sends `scalars.json` to
-//! W&B or MLflow.
+//! Each [`VisBackend`] gets the scalars of a run. [`VIS_BACKENDS`] maps the names in a
+//! configuration to them, and a program registers its own. `examples/trackers/follow.py` sends
+//! `scalars.json` to W&B or MLflow.
 
 mod appender;
 mod chrome_trace;

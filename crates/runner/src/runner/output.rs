@@ -100,9 +100,9 @@ impl Output {
         Ok(())
     }
 
-    /// Creates the work directory and, in one named after the time, log and scalars, in MMEngine's
-    /// places; without room for it there is no log. A run that trains leaves a copy of its
-    /// configuration in the work directory, in place of that of an earlier run.
+    /// Creates the work directory and, in a folder named after the time, log and scalars, in the
+    /// same places as MMEngine. On a full disk there is no log. A run that trains saves a copy of
+    /// its configuration in the work directory, and replaces the copy of an earlier run.
     pub(super) fn open(&mut self, trains: bool) -> Result<()> {
         let created = self.create(trains);
         self.or_without("a log", created)
@@ -113,7 +113,7 @@ impl Output {
         match written {
             Err(Error::Io { what, source }) if is_full(&source) => {
                 self.is_open = false;
-                let text = format!("{what}: {source}; the run goes on without {log}");
+                let text = format!("{what}: {source}; the run continues without {log}");
                 self.logger.warning(&text);
                 Ok(())
             }
@@ -190,7 +190,7 @@ impl Output {
         &mut self.logger
     }
 
-    /// Hands the scalars of one step to the receivers.
+    /// Passes the scalars of one step to the receivers.
     fn append<'a>(
         &mut self,
         scalars: impl Iterator<Item = (&'a str, f64)>,
@@ -240,8 +240,8 @@ impl Drop for Output {
 }
 
 impl Runner {
-    /// Runs `run` with this rank's trace as subscriber, if there is one. Warns if the trace cannot be
-    /// written.
+    /// Runs `run` with this rank's trace as subscriber, if there is one. Warns if the trace cannot
+    /// be written.
     pub(super) fn traced<T>(&mut self, run: impl FnOnce(&mut Self) -> T) -> T {
         let Some(trace) = self.output.trace.clone() else { return run(self) };
         let done = dispatcher::with_default(&trace, || run(self));

@@ -26,7 +26,7 @@ pub(crate) struct Appender {
 }
 
 impl Appender {
-    /// Opens a file to append, and creates what is not there.
+    /// Opens a file for appending, and creates it if necessary.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         Self::new(path, File::options().create(true).append(true).open(path))
     }

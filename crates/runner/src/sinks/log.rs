@@ -1,8 +1,8 @@
-//! The run's log: `MM/DD HH:MM:SS - runner - INFO - text` on the terminal, the same with the year
-//! in the log file. Rank 0 writes; the others keep quiet.
+//! The log of a run: `MM/DD HH:MM:SS - runner - INFO - text` on the terminal, the same with the
+//! year in the log file. Only rank 0 writes.
 //!
-//! Every line is also a `tracing` event of the target `runner::log`. Terminal and file can be switched
-//! off separately, so that a subscriber of the program can replace them.
+//! Every line is also a `tracing` event of the target `runner::log`. Terminal and file can be
+//! switched off separately, so that a subscriber of the program can replace them.
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;

@@ -30,7 +30,8 @@
 //! `trace = "trace.json"` in a configuration, or
 //! [`RunnerBuilder::trace`](crate::RunnerBuilder::trace), writes these spans in Chrome's format,
 //! one file for each rank. <https://ui.perfetto.dev> shows it: below `backward` of a rank, the
-//! buckets that overlap with it. `jq -s add trace*.json` merges the files of the ranks of a machine.
+//! buckets that overlap with it. `jq -s add trace*.json` merges the files of the ranks of a
+//! machine.
 //!
 //! # Scalars
 //!

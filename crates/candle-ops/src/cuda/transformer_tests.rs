@@ -382,10 +382,9 @@ fn sums_and_gelu_of_many_elements_are_the_cpus() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
     let x = values("x", &[(1 << 23) + (1 << 22) + 7]).to_dtype(DType::F16).unwrap();
-    for (what, op) in [
-        ("add", (|t| add(&t[0], &t[0])) as fn(&[Tensor]) -> Result<Tensor>),
-        ("gelu", |t| gelu(&t[0])),
-    ] {
+    type Op = fn(&[Tensor]) -> Result<Tensor>;
+    let ops: [(&str, Op); 2] = [("add", |t| add(&t[0], &t[0])), ("gelu", |t| gelu(&t[0]))];
+    for (what, op) in ops {
         let gpu = with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&x), &op));
         for (i, (gpu, cpu)) in
             gpu.iter().zip(&run_on(&Device::Cpu, std::slice::from_ref(&x), &op)).enumerate()

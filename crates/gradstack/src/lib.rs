@@ -16,20 +16,25 @@
 //! | come from MMEngine | [`mmengine`] |
 //! | run on a Slurm cluster | [`slurm`] |
 //! | run on Kubernetes | [`kubernetes`] |
+//! | want to watch a run: logs, plots, TensorBoard, W&B, a trace | [`watch`] |
 //! | have a run that hangs or fails | [`hangs`] |
 //!
 //! # The crates
 //!
 //! The name of a package is `gradstack-` and the name of its library, with `-` for `_`: the line
-//! `gradstack-collective = "0.1"` of a manifest gives `use collective::ProcessGroup`. They are not published yet: depend
-//! on them by `git` or `path`.
+//! `gradstack-collective = { path = "../gradstack/crates/collective" }` of a manifest gives `use
+//! collective::ProcessGroup`. They are not published yet; then `= "0.1"` will do. With candle, depend on
+//! `candle-core = "0.11.1"`: another 0.x has other types.
+//!
+//! The programs `launch` and `runner` are installed from the repository by `cargo install --path crates/launch` and
+//! `cargo install --path crates/runner`.
 //!
 //! | library | what it is | runs on |
 //! |---|---|---|
 //! | [`collective`] | process groups: all-reduce and the other collectives between threads, processes and machines; stores, launchers' environments, gradient buckets | Linux |
 //! | [`launch`](mod@launch) | starts and watches the ranks of any program, as torchrun does | Linux |
 //! | [`amp`] | loss scalers, autocast lists, checks for non-finite values, casts | any system |
-//! | [`fused_optim`] | optimizers that update all tensors in one sweep | any system |
+//! | [`fused_optim`] | optimizers that update all tensors in one call | any system |
 //! | [`candle_ops`] | operators and layers for candle with right gradients | any system |
 //! | [`train_data`] | data sets, loaders, streams, transforms, metrics; resumes exactly | any system |
 //! | [`candle_train`] | data parallelism, mixed precision, optimizers and exact resume for a candle program's own loop | Linux |
@@ -59,3 +64,5 @@ pub mod slices {}
 pub mod slurm {}
 #[doc = include_str!("tch.md")]
 pub mod tch {}
+#[doc = include_str!("watch.md")]
+pub mod watch {}

@@ -4,7 +4,8 @@
 //! dozen passes over memory per tensor, and the update is limited by memory bandwidth. *Fused* means that
 //! one call updates all tensors in one sweep over memory: it reads weight, gradient and state, unscales the
 //! gradient, applies the rule, writes weight and state, and rounds the half copy that the
-//! next forward reads, all while the values are in the cache.
+//! next forward reads, all while the values are in the cache. `Adafactor`, `AdamP`, `Lamb`
+//! and `Muon` need a second sweep.
 //!
 //! There is no tensor type. Weights and gradients are slices of `f32`, [`f16`](half::f16) or
 //! [`bf16`](half::bf16), in any mix; state is always f32.

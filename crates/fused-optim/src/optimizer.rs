@@ -8,7 +8,7 @@ pub use self::without_cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tun
 pub use crate::cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
 use crate::{Clip, Error, ParamMut, ParamSpec, Result, StateDict, TotalNorm};
 
-/// A fused optimizer: one call updates every tensor, in one sweep over memory.
+/// A fused optimizer: one call updates every tensor, by most rules in one sweep over memory.
 ///
 /// Object safe, so that a training loop can hold a `Box<dyn Optimizer>` without knowing the rule.
 pub trait Optimizer: Send + fmt::Debug {

@@ -162,6 +162,13 @@ fn readmes_begin_with_the_consumers_programs() {
 
         let manifest: toml::Table =
             toml::from_str(&read(format!("tests/consumers/{krate}/Cargo.toml"))).unwrap();
+        for (name, version) in manifest["dependencies"].as_table().unwrap() {
+            let wanted = match version.as_str() {
+                Some(version) => format!("`{name} = \"{version}\"`"),
+                None => format!("`{name} = {{ path = \"../gradstack/crates/{krate}\" }}`"),
+            };
+            assert!(readme.contains(&wanted), "{krate}'s README does not have {wanted}");
+        }
         let ours = |(_, value): &(&String, &toml::Value)| value.get("path").is_some();
         let ours: Vec<_> =
             manifest["dependencies"].as_table().unwrap().iter().filter(ours).collect();

@@ -12,7 +12,11 @@ book:
 
 # Tests of one crate: `just test collective`.
 test crate:
-    cargo test -p gradstack-{{crate}} --lib --test it
+    cargo test -p gradstack-{{crate}} --tests
+
+# Tests of the rules: layering, tidiness, the book beside the code.
+rules:
+    cargo test -p tests --test it -- tidy:: layering:: book::
 
 # All tests, with all features but candle's CUDA.
 test-all:

@@ -5,7 +5,8 @@ use candle_nn::{VarBuilder, VarMap};
 use candle_train::{AdamWHyper, Clip, Trainer};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let x = Tensor::arange(0f32, 512.0, &Device::Cpu)?.affine(1.5, 0.0)?.sin()?.reshape((256, 2))?;
+    let x =
+        Tensor::arange(0f32, 512.0, &Device::Cpu)?.affine(1.5, 0.0)?.sin()?.reshape((256, 2))?;
     let y = x.sum_keepdim(1)?;
     let vars = VarMap::new();
     let net = candle_nn::linear(2, 1, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;

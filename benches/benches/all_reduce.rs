@@ -1,8 +1,8 @@
 //! All-reduce between two processes, compared with copying memory.
 //!
-//! Sums of `f32`, 4 B to 16 MiB, in an ordinary and in a shared buffer, and a `memcpy` of the same bytes in one
-//! process. Bytes per second count the buffer, so the ratio to `memcpy` is the result. The program starts itself
-//! again as rank 1, which executes the requests of rank 0.
+//! Sums of `f32`, 4 B to 16 MiB, in an ordinary and in a shared buffer, and a `memcpy` of the same
+//! bytes in one process. Bytes per second count the buffer, so the ratio to `memcpy` is the result.
+//! The program starts itself again as rank 1, which executes the requests of rank 0.
 
 use std::hint::black_box;
 use std::process::{Child, Command};

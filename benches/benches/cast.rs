@@ -1,9 +1,9 @@
 //! Casts in cache and in memory, compared with `memcpy` and with the `half` crate.
 //!
-//! Each line reports bytes per second, read and written: 6 per element for a cast between f32 and a half type, 4
-//! between the half types, 8 for `memcpy`, which is the ceiling. `half` is that crate's conversion of slices; between
-//! the half types, for which it has none, a loop over the elements. At the end it prints the ratios of the best of
-//! interleaved samples.
+//! Each line reports bytes per second, read and written: 6 per element for a cast between f32 and a
+//! half type, 4 between the half types, 8 for `memcpy`, which is the ceiling. `half` is that
+//! crate's conversion of slices; between the half types, for which it has none, a loop over the
+//! elements. At the end it prints the ratios of the best of interleaved samples.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};

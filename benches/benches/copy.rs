@@ -1,7 +1,7 @@
 //! `collective`'s copy compared with `memcpy`, for several alignments.
 //!
-//! The target's offset within a cache line is 0, 4, 16 or 48 bytes more than the source's. glibc's `memcpy` depends on
-//! it if it uses `rep movsb`; ours does not.
+//! The target's offset within a cache line is 0, 4, 16 or 48 bytes more than the source's. glibc's
+//! `memcpy` depends on it if it uses `rep movsb`; ours does not.
 
 use std::hint::black_box;
 use std::time::Duration;

@@ -1,7 +1,8 @@
 //! Operators of transformers whose loops are arithmetic: GELU, softmax, layer normalisation.
 //!
-//! Each line reports elements of the input per second. `plain loop` is the same formula with the system's functions,
-//! compiled for the build's instruction set; `copy` reads and writes as many elements.
+//! Each line reports elements of the input per second. `plain loop` is the same formula with the
+//! system's functions, compiled for the build's instruction set; `copy` reads and writes as many
+//! elements.
 
 use std::hint::black_box;
 use std::time::Duration;

@@ -1,12 +1,13 @@
 //! Optimizer steps compared with memory bandwidth.
 //!
-//! The tensors are ResNet-50's (161 with 25.6 M parameters), a transformer's (148 with 109 M) or, to measure
-//! arithmetic, one of 32,768 elements, which fits the L2 cache; one thread unless said otherwise. Every line reports
-//! the bytes that its algorithm must read and write, per second: 28 per parameter for AdamW (weight and two moments
-//! read and written, gradient read), also with f16 weights and gradients (the master instead of the weight, and two
-//! bytes each); 4 more if the gradients are checked first. `ceiling` reads and writes the same streams with almost no
-//! arithmetic ([`benches::ceiling`]). `plain loop` is the same rule as a simple loop, compiled for the build's
-//! instruction set.
+//! The tensors are ResNet-50's (161 with 25.6 M parameters), a transformer's (148 with 109 M) or,
+//! to measure arithmetic, one of 32,768 elements, which fits the L2 cache; one thread unless said
+//! otherwise. Every line reports the bytes that its algorithm must read and write, per second: 28
+//! per parameter for AdamW (weight and two moments read and written, gradient read), also with f16
+//! weights and gradients (the master instead of the weight, and two bytes each); 4 more if the
+//! gradients are checked first. `ceiling` reads and writes the same streams with almost no
+//! arithmetic ([`benches::ceiling`]). `plain loop` is the same rule as a simple loop, compiled for
+//! the build's instruction set.
 
 use std::time::Duration;
 

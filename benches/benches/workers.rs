@@ -1,7 +1,7 @@
 //! What a job of `train_data::Workers` costs, compared with crossbeam's bare channels.
 //!
-//! Jobs do nothing. `bare` has a thread for each worker that passes numbers from one bounded channel to another of the
-//! same capacity, out of order: the ceiling.
+//! Jobs do nothing. `bare` has a thread for each worker that passes numbers from one bounded
+//! channel to another of the same capacity, out of order: the ceiling.
 
 use std::thread;
 
@@ -9,7 +9,8 @@ use criterion::{BenchmarkId, Criterion, Throughput};
 use crossbeam_channel::bounded;
 use train_data::Workers;
 
-/// Passes `jobs` numbers through threads that only send them back; at most `ahead` are on their way.
+/// Passes `jobs` numbers through threads that only send them back; at most `ahead` are on their
+/// way.
 fn bare(jobs: u64, workers: usize, ahead: usize) -> u64 {
     let (queue, queue_in) = bounded(ahead);
     let (results_out, results) = bounded(ahead);

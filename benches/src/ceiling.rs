@@ -1,10 +1,10 @@
 //! The ceiling for optimizers: an in-place loop that is limited by memory bandwidth.
 //!
-//! [`Stream`] has as many streams of f32 as an optimizer (gradient, weight, up to two moments), reads and
-//! writes them like the optimizer, and computes only one product and one sum per value, in the widest
-//! registers available. The streams start at different offsets in a page, like the optimizers' state, so that
-//! they do not compete for the same cache sets. Gradient and weight are in ordinary pages, like a caller's, the
-//! moments in huge pages, like our state.
+//! [`Stream`] has as many streams of f32 as an optimizer (gradient, weight, up to two moments),
+//! reads and writes them like the optimizer, and computes only one product and one sum per value,
+//! in the widest registers available. The streams start at different offsets in a page, like the
+//! optimizers' state, so that they do not compete for the same cache sets. Gradient and weight are
+//! in ordinary pages, like a caller's, the moments in huge pages, like our state.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; advice on memory")]
 
@@ -20,8 +20,8 @@ pub enum Pattern {
     TwoStates,
     /// All gradients read once, then [`TwoStates`](Self::TwoStates): 32 bytes.
     CheckThenTwoStates,
-    /// For each tensor: gradient and weight read, two states read and written, then the states read, the
-    /// weight read and written: 40 bytes, some of them from a cache.
+    /// For each tensor: gradient and weight read, two states read and written, then the states
+    /// read, the weight read and written: 40 bytes, some of them from a cache.
     TwoSweeps,
 }
 
@@ -127,8 +127,8 @@ fn advise_huge_pages(values: &mut [f32]) {
         let from = start.next_multiple_of(HUGE);
         let whole = (start + bytes).saturating_sub(from) / HUGE * HUGE;
         let address = values.as_mut_ptr().wrapping_byte_add(from - start);
-        // SAFETY: whole pages of the slice, or none. The advice changes the mapping, not the content; a
-        // failure changes nothing.
+        // SAFETY: whole pages of the slice, or none. The advice changes the mapping, not the
+        // content; a failure changes nothing.
         let _ = unsafe { libc::madvise(address.cast(), whole, libc::MADV_HUGEPAGE) };
     }
 }

@@ -1,9 +1,10 @@
 //! The least time for an all-reduce of ordinary buffers by two ranks on one machine.
 //!
-//! A rank cannot read the other's ordinary buffer, so each copies to memory that both can read, waits, and adds what
-//! the other has copied. [`Exchange`] does only this, by two threads: no group, no checks, no timeouts. Cache lines
-//! of the copies go to the other core to be read and come back to be written again, and that is most of the time.
-//! With more memory for copies, so that they come back from a larger cache, it takes longer.
+//! A rank cannot read the other's ordinary buffer, so each copies to memory that both can read,
+//! waits, and adds what the other has copied. [`Exchange`] does only this, by two threads: no
+//! group, no checks, no timeouts. Cache lines of the copies go to the other core to be read and
+//! come back to be written again, and that is most of the time. With more memory for copies, so
+//! that they come back from a larger cache, it takes longer.
 
 #![expect(unsafe_code, reason = "memory that two threads use in turn")]
 
@@ -113,8 +114,9 @@ struct Copies {
     written: AtomicUsize,
 }
 
-// SAFETY: a copy is read after `written` has counted it, and later written again: before a rank writes copy `n`, it has
-// read the other's copy `n - 2`, before which the other had read copy `n - 4`, which was in the same place.
+// SAFETY: a copy is read after `written` has counted it, and later written again: before a rank
+// writes copy `n`, it has read the other's copy `n - 2`, before which the other had read copy
+// `n - 4`, which was in the same place.
 unsafe impl Sync for Copies {}
 
 impl Copies {

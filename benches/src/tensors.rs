@@ -27,8 +27,8 @@ pub fn resnet50() -> Vec<usize> {
     counts
 }
 
-/// Element counts of a transformer's weights: 12 layers of width 768, a vocabulary of 30,522 and 512
-/// positions. 148 tensors, 109 M elements.
+/// Element counts of a transformer's weights: 12 layers of width 768, a vocabulary of 30,522 and
+/// 512 positions. 148 tensors, 109 M elements.
 #[must_use]
 pub fn transformer() -> Vec<usize> {
     const WIDTH: usize = 768;

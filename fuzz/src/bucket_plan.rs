@@ -1,8 +1,8 @@
 //! Lays out buckets for arbitrary parameters, orders and caps.
 //!
 //! Input: two caps of four bytes each, then four bytes for each parameter: three are its count, the
-//! fourth its position in the order of arrival and, by its low bits, its dtype. Checks: every parameter
-//! lies in exactly one bucket, in order, without gap or overlap.
+//! fourth its position in the order of arrival and, by its low bits, its dtype. Checks: every
+//! parameter lies in exactly one bucket, in order, without gap or overlap.
 
 use collective::DType;
 use collective::reducer::{BucketPlan, ParamInfo};

@@ -1,8 +1,8 @@
 //! Splits a step's tensors between threads, for arbitrary lengths and rows.
 //!
 //! Input: a byte with the number of threads, then five bytes for each tensor: four are its element
-//! count, one its number of rows. Checks: each block lies within one row, blocks have no gaps, and each
-//! block is in exactly one share, in order.
+//! count, one its number of rows. Checks: each block lies within one row, blocks have no gaps, and
+//! each block is in exactly one share, in order.
 
 use fused_optim::plan::{BLOCK, ChunkPlan, Layout};
 

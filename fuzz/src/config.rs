@@ -1,6 +1,7 @@
 //! Parses arbitrary text as a configuration.
 //!
-//! Checks: the text is accepted, or rejected with an error that begins with the file's name and a line.
+//! Checks: the text is accepted, or rejected with an error that begins with the file's name and a
+//! line.
 
 use runner::RunnerBuilder;
 use runner::config::Config;

@@ -1,7 +1,7 @@
 //! The checks of the fuzz targets, one function for each target.
 //!
-//! The targets in `fuzz_targets` feed them libFuzzer's inputs; `cargo test -p tests corpus` feeds them the
-//! files in `corpus`.
+//! The targets in `fuzz_targets` feed them libFuzzer's inputs; `cargo test -p tests corpus` feeds
+//! them the files in `corpus`.
 
 pub mod bucket_plan;
 pub mod chunk_plan;

@@ -1,9 +1,9 @@
 //! Calls a gradient scaler in any order with any numbers.
 //!
-//! Input: a byte for policy and enabled, three floats and a byte of options, then five bytes for each
-//! call: the call and the number of the optimizer (0 to 2) in one byte, and a float. Checks: errors,
-//! scale, growth count, gradients and parameters equal those of a reference scaler written from
-//! PyTorch's documentation.
+//! Input: a byte for policy and enabled, three floats and a byte of options, then five bytes for
+//! each call: the call and the number of the optimizer (0 to 2) in one byte, and a float. Checks:
+//! errors, scale, growth count, gradients and parameters equal those of a reference scaler written
+//! from PyTorch's documentation.
 
 use amp::{LossScaler, LossScalerOptions, Policy};
 

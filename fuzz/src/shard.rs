@@ -1,7 +1,7 @@
 //! Reads arbitrary bytes as a shard of a stream: as lines, compressed lines, and an archive.
 //!
-//! Checks: every record that was read is read again from its own place, and skipping it leads to the same place; records
-//! of a file that is not compressed are no larger than the file.
+//! Checks: every record that was read is read again from its own place, and skipping it leads to
+//! the same place; records of a file that is not compressed are no larger than the file.
 
 use train_data::stream::{Source, TarFiles, TextFiles};
 use train_data::{Error, Sample};

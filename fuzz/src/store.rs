@@ -1,8 +1,8 @@
 //! Feeds arbitrary bytes of two connections to the TCP store's codec and state.
 //!
 //! Input: a byte whose bits choose the connection of each 16-byte piece, then the pieces. Checks: a
-//! decoded request encodes to the same bytes, `need` is more than the received bytes, a resumed attempt
-//! gives the same as a new one, and no reply goes to a closed connection.
+//! decoded request encodes to the same bytes, `need` is more than the received bytes, a resumed
+//! attempt gives the same as a new one, and no reply goes to a closed connection.
 
 use collective::store::tcp::codec::{MAGIC, Progress, ProtocolError, Request, decode, resume};
 use collective::store::tcp::state::{Piece, State};

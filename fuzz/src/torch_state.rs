@@ -1,7 +1,7 @@
 //! Parses arbitrary bytes as the state dict of a PyTorch optimizer.
 //!
-//! Checks: a parsed state survives a round trip in our format, and loading it either succeeds or changes
-//! nothing.
+//! Checks: a parsed state survives a round trip in our format, and loading it either succeeds or
+//! changes nothing.
 
 use fused_optim::{Optimizer, Sgd, SgdHyper, StateDict};
 

@@ -1,4 +1,5 @@
-//! The pages of the book, and the READMEs, beside the code: what they quote, list and configure is as the source has it.
+//! The pages of the book, and the READMEs, beside the code: what they quote, list and configure is
+//! as the source has it.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -25,7 +26,8 @@ fn code(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
-/// Every line of the two blocks that are not compiled here is in the example they are from, in its order.
+/// Every line of the two blocks that are not compiled here is in the example they are from, in its
+/// order.
 #[test]
 fn quotes_are_from_the_examples() {
     for (name, file) in [("burn", "examples/burn/src/main.rs"), ("tch", "tests/tch/src/lib.rs")] {
@@ -148,7 +150,8 @@ fn crates() -> Vec<String> {
     names.filter(|name| name != "gradstack").collect()
 }
 
-/// A README begins with the program of `tests/consumers`, which depends on that crate of ours alone.
+/// A README begins with the program of `tests/consumers`, which depends on that crate of ours
+/// alone.
 #[test]
 fn readmes_begin_with_the_consumers_programs() {
     assert_eq!(crates().len(), 10);

@@ -1,5 +1,5 @@
-//! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between the folders of `runner`,
-//! `launch`, `candle-ops` and `collective`, checked in their imports.
+//! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between the
+//! folders of `runner`, `launch`, `candle-ops` and `collective`, checked in their imports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -75,7 +75,8 @@ fn dependencies(manifest: &Table) -> BTreeSet<String> {
     own.chain(targets).collect()
 }
 
-/// `runner`'s folders (a file beside them is one, too), from the bottom up: each imports only from those before it.
+/// `runner`'s folders (a file beside them is one, too), from the bottom up: each imports only from
+/// those before it.
 const FOLDERS: &[&str] = &[
     "error",
     "signals",
@@ -103,8 +104,8 @@ const FOLDERS: &[&str] = &[
 const LAUNCH_FOLDERS: &[&str] =
     &["error", "address", "options", "rank", "output", "job", "nodes", "cli"];
 
-/// The same for `candle-ops`, but for `cuda`: an operator launches its kernel, and a kernel takes the extents of its
-/// operator.
+/// The same for `candle-ops`, but for `cuda`: an operator launches its kernel, and a kernel takes
+/// the extents of its operator.
 const OPERATOR_FOLDERS: &[&str] = &[
     "cpu",
     "state",
@@ -158,8 +159,8 @@ fn no_import_between_folders_runs_back_up() {
     check_imports("collective", &["backend"], BACKEND_FOLDERS, &[]);
 }
 
-/// Fails if a folder in a crate's module `root` imports from one behind it in `folders`, unless that is one of
-/// `exceptions`, or if no import needs an exception.
+/// Fails if a folder in a crate's module `root` imports from one behind it in `folders`, unless
+/// that is one of `exceptions`, or if no import needs an exception.
 fn check_imports(krate: &str, root: &[&str], folders: &[&str], exceptions: &[(&str, &str)]) {
     let src = tests::root().join("crates").join(krate).join("src");
     let src = root.iter().fold(src, |path, name| path.join(name));
@@ -172,7 +173,8 @@ fn check_imports(krate: &str, root: &[&str], folders: &[&str], exceptions: &[(&s
         let folder = name.components().next().unwrap().as_os_str().to_str().unwrap();
         let folder = folder.trim_end_matches(".rs");
         let stem = file.file_stem().unwrap().to_str().unwrap();
-        // The roots of the library, the program and the module, files of tests alone, and `candle-ops`' kernels.
+        // The roots of the library, the program and the module, files of tests alone, and
+        // `candle-ops`' kernels.
         let is_root = ["lib", "main", "mod"].contains(&folder);
         if is_root || ["tests", "testing", "cuda"].contains(&folder) || stem.ends_with("tests") {
             continue;
@@ -226,8 +228,9 @@ fn rust_files(folder: &Path) -> Vec<PathBuf> {
     files.chain(folders.iter().flat_map(|folder| rust_files(folder))).collect()
 }
 
-/// What stands behind each of `roots`, such as `crate::`, before a file's tests, and its line, counted from 1; of
-/// `crate::{..}` each name that begins a path. Not what only the documentation imports.
+/// What stands behind each of `roots`, such as `crate::`, before a file's tests, and its line,
+/// counted from 1; of `crate::{..}` each name that begins a path. Not what only the documentation
+/// imports.
 fn imports(text: &str, roots: &[String]) -> Vec<(usize, String)> {
     let lines = text.lines().take_while(|line| !line.starts_with("#[cfg(test)]"));
     let mut doc = false;

@@ -1,4 +1,5 @@
-//! Compiles `src/shim.cpp` against the libtorch that `LIBTORCH` names, which is where tch takes its from.
+//! Compiles `src/shim.cpp` against the libtorch that `LIBTORCH` names, which is where tch takes its
+//! from.
 
 use std::path::PathBuf;
 

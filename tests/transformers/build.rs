@@ -1,4 +1,5 @@
-//! Writes candle-transformers' files of BERT and Llama with `candle_ops::nn` in place of `candle_nn`.
+//! Writes candle-transformers' files of BERT and Llama with `candle_ops::nn` in place of
+//! `candle_nn`.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -16,7 +17,8 @@ fn main() {
     }
 }
 
-/// The model with the other layers, and, so that differences of `f64` can be taken, without casts to `f32`.
+/// The model with the other layers, and, so that differences of `f64` can be taken, without casts
+/// to `f32`.
 fn moved(text: &str) -> String {
     let lines = text.lines().filter(|line| !line.starts_with("//!"));
     let text: String = lines.flat_map(|line| [line, "\n"]).collect();

@@ -1,8 +1,8 @@
-//! A C interface to our kernels, so that `times.py` and `nccl.py` can call them by ctypes beside PyTorch's: in one
-//! process, on the same tensors, on PyTorch's stream.
+//! A C interface to our kernels, so that `times.py` and `nccl.py` can call them by ctypes beside
+//! PyTorch's: in one process, on the same tensors, on PyTorch's stream.
 //!
-//! Every function returns 0, or -1 and sets the text of `gpu_error`. Types are 0 f32, 1 f16, 2 bf16. Optimizers
-//! are selected by name, see `rules`.
+//! Every function returns 0, or -1 and sets the text of `gpu_error`. Types are 0 f32, 1 f16, 2
+//! bf16. Optimizers are selected by name, see `rules`.
 
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "an interface for C")]
@@ -53,8 +53,8 @@ pub struct Session {
 ///
 /// # Safety
 ///
-/// `stream` must be a stream of the primary context, or null, and outlive the session; `session` must be
-/// writable.
+/// `stream` must be a stream of the primary context, or null, and outlive the session; `session`
+/// must be writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_open(stream: *mut c_void, session: *mut *mut Session) -> c_int {
     let open = || {
@@ -72,8 +72,8 @@ pub unsafe extern "C" fn gpu_open(stream: *mut c_void, session: *mut *mut Sessio
 ///
 /// # Safety
 ///
-/// A valid session; `rule` is a C string; `weights`, `grads` and `lens` have `count` elements, the device
-/// addresses and lengths of tensors of these types, which must stay valid.
+/// A valid session; `rule` is a C string; `weights`, `grads` and `lens` have `count` elements, the
+/// device addresses and lengths of tensors of these types, which must stay valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_optimizer(
     session: *mut Session,
@@ -159,7 +159,8 @@ fn ctl(grad_scale: f32, check: c_int, max_norm: f64) -> StepCtl {
     StepCtl { grad_scale, found_inf, clip }
 }
 
-/// Runs `steps` steps of the same optimizer on the CPU from initial state, in place, on host memory.
+/// Runs `steps` steps of the same optimizer on the CPU from initial state, in place, on host
+/// memory.
 ///
 /// # Safety
 ///

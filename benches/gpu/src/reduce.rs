@@ -1,7 +1,7 @@
 //! All-reduces over NCCL, to compare with those of `torch.distributed`, and steps after them.
 //!
-//! One rank measures the overhead of a call and checks that gradients come back from their buckets; two share a
-//! GPU if NCCL supports that.
+//! One rank measures the overhead of a call and checks that gradients come back from their buckets;
+//! two share a GPU if NCCL supports that.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::slice;
@@ -41,13 +41,13 @@ pub extern "C" fn gpu_nccl_version() -> c_int {
     if status(ask) == 0 { version } else { 0 }
 }
 
-/// Creates a group of `world` ranks as rank `rank` on a device, and writes its pointer. Several ranks connect to
-/// rank 0 at `port` of this machine.
+/// Creates a group of `world` ranks as rank `rank` on a device, and writes its pointer. Several
+/// ranks connect to rank 0 at `port` of this machine.
 ///
 /// # Safety
 ///
-/// `stream` must be a stream of the device's primary context, or null, and outlive the group; `group` must be
-/// writable.
+/// `stream` must be a stream of the device's primary context, or null, and outlive the group;
+/// `group` must be writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_group(
     stream: *mut c_void,
@@ -139,8 +139,8 @@ pub unsafe extern "C" fn gpu_reducer(
 ///
 /// # Safety
 ///
-/// A valid group; `grads` has the device address of each of the reducer's gradients; `places` is writable for as
-/// many addresses.
+/// A valid group; `grads` has the device address of each of the reducer's gradients; `places` is
+/// writable for as many addresses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_reduce(
     group: *mut Group,
@@ -176,13 +176,13 @@ pub unsafe extern "C" fn gpu_reduce(
     status(pass)
 }
 
-/// Creates an optimizer for `count` tensors that steps with the group's averages, clips to `max_norm` unless that
-/// is below 0, and has a loss scale that starts at `scale`.
+/// Creates an optimizer for `count` tensors that steps with the group's averages, clips to
+/// `max_norm` unless that is below 0, and has a loss scale that starts at `scale`.
 ///
 /// # Safety
 ///
-/// A valid group; `rule` is a C string; `weights` and `lens` have `count` elements, the device addresses and
-/// lengths of tensors of this type, which must stay valid.
+/// A valid group; `rule` is a C string; `weights` and `lens` have `count` elements, the device
+/// addresses and lengths of tensors of this type, which must stay valid.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_join(
     group: *mut Group,
@@ -223,7 +223,8 @@ pub unsafe extern "C" fn gpu_join(
 ///
 /// # Safety
 ///
-/// A valid group; `grads` has a device address for each weight, with as many elements of the same type.
+/// A valid group; `grads` has a device address for each weight, with as many elements of the same
+/// type.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpu_joined_average(group: *mut Group, grads: *const u64) -> c_int {
     // SAFETY: the caller's group, which nothing else uses meanwhile.

@@ -1,13 +1,13 @@
-//! A reducer and an optimizer: `collective` averages the gradients, `fused-optim` checks each bucket after its
-//! all-reduce and then steps with them.
+//! A reducer and an optimizer: `collective` averages the gradients, `fused-optim` checks each
+//! bucket after its all-reduce and then steps with them.
 //!
-//! The crates exchange only addresses, lengths, types and a stream. The check (sums of squares, non-finite
-//! values) runs on the buckets' stream while they are in the device's cache, and overlaps with backward. The
-//! step then reads each gradient once: it skips or clips and updates.
+//! The crates exchange only addresses, lengths, types and a stream. The check (sums of squares,
+//! non-finite values) runs on the buckets' stream while they are in the device's cache, and
+//! overlaps with backward. The step then reads each gradient once: it skips or clips and updates.
 //!
 //! ```text
-//! ready(i) .. ready(j)  ->  bucket's stream: all-reduce | take_grad_stats   all-reduce | take_grad_stats   ...
-//! caller's stream:  backward ............................................ finish | step | forward
+//! ready(i) .. ready(j) -> bucket's stream: all-reduce | take_grad_stats  ...
+//! caller's stream:  backward ................................ finish | step | forward
 //! ```
 
 use collective::device::{DeviceBuf, DeviceStream};
@@ -55,8 +55,8 @@ impl BucketKernels for BucketStats {
             let gpu = unsafe { Gpu::with_stream(self.device, stream.as_raw()) };
             self.on = Some(gpu.map_err(|error| failed("open the device", &error))?);
         }
-        // SAFETY: the gradients are the bucket's, bound and averaged. The reducer has ordered this stream after
-        // the stream of the last step; the next step waits for `finish`.
+        // SAFETY: the gradients are the bucket's, bound and averaged. The reducer has ordered this
+        // stream after the stream of the last step; the next step waits for `finish`.
         unsafe {
             self.optimizer.take_grad_stats(&self.members[bucket], &self.ctl, self.on.as_ref())
         }
@@ -73,8 +73,8 @@ pub struct ReducerStep {
 }
 
 impl ReducerStep {
-    /// Uses the optimizer `name` for `weights`; all ranks must pass the same. Steps run on `stream`, on which
-    /// gradients are ready, too.
+    /// Uses the optimizer `name` for `weights`; all ranks must pass the same. Steps run on
+    /// `stream`, on which gradients are ready, too.
     ///
     /// # Errors
     ///
@@ -82,8 +82,8 @@ impl ReducerStep {
     ///
     /// # Safety
     ///
-    /// The weights must be valid as long as this value, on the group's device with index `device`; the stream
-    /// must belong to that device and live as long.
+    /// The weights must be valid as long as this value, on the group's device with index `device`;
+    /// the stream must belong to that device and live as long.
     pub unsafe fn new(
         group: ProcessGroup,
         (device, stream): (usize, DeviceStream),
@@ -132,7 +132,8 @@ impl ReducerStep {
             // SAFETY: the caller guarantees the gradient; the stream outlives the reducer.
             unsafe { self.reducer.ready(index, *grad, self.stream) }?;
         }
-        // SAFETY: the stream outlives the reducer; only `step` uses the gradients, in the same stream.
+        // SAFETY: the stream outlives the reducer; only `step` uses the gradients, in the same
+        // stream.
         Ok(unsafe { self.reducer.finish(self.stream) }?)
     }
 
@@ -152,7 +153,8 @@ impl ReducerStep {
             unsafe { self.bind() }?;
         }
         let BucketStats { optimizer, ctl, .. } = self.reducer.kernels_mut();
-        // SAFETY: weights and buckets are bound; `finish` has ordered this stream after the epilogues.
+        // SAFETY: weights and buckets are bound; `finish` has ordered this stream after the
+        // epilogues.
         Ok(unsafe { optimizer.step(ctl) }?)
     }
 
@@ -173,7 +175,8 @@ impl ReducerStep {
 
     /// # Safety
     ///
-    /// The weights must be valid; accesses of other streams to the tables must be ordered before this stream.
+    /// The weights must be valid; accesses of other streams to the tables must be ordered before
+    /// this stream.
     unsafe fn bind(&mut self) -> Result<()> {
         let slots: Vec<DeviceBuf> = (0..self.weights.len()).map(|i| self.reducer.slot(i)).collect();
         let params: Vec<DeviceParam> = (self.weights.iter().zip(slots))

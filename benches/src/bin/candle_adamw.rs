@@ -1,13 +1,14 @@
-//! AdamW on candle's variables with ResNet-50's element counts: `fused_optim::candle::VarOptimizer` compared with
-//! `candle_nn::AdamW`.
+//! AdamW on candle's variables with ResNet-50's element counts: `fused_optim::candle::VarOptimizer`
+//! compared with `candle_nn::AdamW`.
 //!
 //! ```sh
-//! RAYON_NUM_THREADS=1 cargo run --release -p benches --features candle --bin candle_adamw [THREADS [ROUNDS]]
+//! RAYON_NUM_THREADS=1 cargo run --release -p benches --features candle --bin candle_adamw \
+//!   [THREADS [ROUNDS]]
 //! ```
 //!
-//! Both update their own variables with equal gradients and must agree after three steps. Then, in each round, each
-//! takes one untimed step and three timed ones; the time is the median of all timed steps. THREADS (default 1) is the
-//! number of our threads; candle uses rayon's.
+//! Both update their own variables with equal gradients and must agree after three steps. Then, in
+//! each round, each takes one untimed step and three timed ones; the time is the median of all
+//! timed steps. THREADS (default 1) is the number of our threads; candle uses rayon's.
 
 #![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
 

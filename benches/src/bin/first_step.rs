@@ -1,5 +1,5 @@
-//! Cost of the candle engine's gradient check: the time of a run's first step, which has two more forward passes,
-//! compared with the following steps, for networks of several depths.
+//! Cost of the candle engine's gradient check: the time of a run's first step, which has two more
+//! forward passes, compared with the following steps, for networks of several depths.
 //!
 //! ```text
 //! first_step [NETWORK | DEPTH]...

@@ -1,13 +1,15 @@
-//! Time to average a model's gradients: `Reducer` without overlap, compared with one all-reduce for each tensor.
+//! Time to average a model's gradients: `Reducer` without overlap, compared with one all-reduce for
+//! each tensor.
 //!
 //! ```text
 //! launch --nproc-per-node 2 -- reducer ROUNDS [BUCKET_MIB]
 //! ```
 //!
-//! The gradients are those of a ResNet-18 of width 64, and 2,000 tensors of 512 elements, in ordinary memory, written
-//! again before each measurement. Compared are: an all-reduce of each tensor in place; of a copy of each, as where a
-//! tensor's memory is not the caller's to write; the reducer, whose averages are read in its buckets; and with a copy
-//! of the averages to the tensors. They run in turn, each as often first as the others.
+//! The gradients are those of a ResNet-18 of width 64, and 2,000 tensors of 512 elements, in
+//! ordinary memory, written again before each measurement. Compared are: an all-reduce of each
+//! tensor in place; of a copy of each, as where a tensor's memory is not the caller's to write; the
+//! reducer, whose averages are read in its buckets; and with a copy of the averages to the tensors.
+//! They run in turn, each as often first as the others.
 
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
 #![expect(clippy::print_stdout, reason = "the output is the result")]
@@ -108,7 +110,8 @@ fn measure(
     seconds
 }
 
-/// Prints medians, and each variant's ratio to the first: the median over the rounds, and where half of them lie.
+/// Prints medians, and each variant's ratio to the first: the median over the rounds, and where
+/// half of them lie.
 fn report(name: &str, times: &[Vec<f64>; 4]) {
     for (variant, own) in VARIANTS.iter().zip(times) {
         let ratios = sorted(own.iter().zip(&times[0]).map(|(own, each)| own / each).collect());

@@ -1,5 +1,5 @@
-//! Our side of `side_by_side/collective.sh`: the all-reduce it times beside the peers', the probe of
-//! the machine around each program, and the table.
+//! Our side of `side_by_side/collective.sh`: the all-reduce it times beside the peers', the probe
+//! of the machine around each program, and the table.
 //!
 //! ```text
 //! side_by_side all_reduce NAME WORLD BYTES ITERATIONS REPETITIONS TRANSPORT BUFFER

@@ -1,5 +1,6 @@
-//! Our side of `images.sh`: `side_by_side_images FOLDER WORKERS` prints the images a second that a loader of so many
-//! workers makes of a folder of JPEGs: resized, cropped, flipped, normalized, in batches of 32.
+//! Our side of `images.sh`: `side_by_side_images FOLDER WORKERS` prints the images a second that a
+//! loader of so many workers makes of a folder of JPEGs: resized, cropped, flipped, normalized, in
+//! batches of 32.
 
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
 #![expect(clippy::print_stdout, reason = "the script reads the output")]

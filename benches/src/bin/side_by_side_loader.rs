@@ -1,9 +1,12 @@
-//! Our side of `loader.sh`: a training whose batch takes as long as its step, and the memory of an epoch.
+//! Our side of `loader.sh`: a training whose batch takes as long as its step, and the memory of an
+//! epoch.
 //!
 //! ```text
-//! side_by_side_loader hide wait|spin WORKERS ITERATIONS   # ms: a batch alone, a step alone, an iteration; and the
-//!                                                         # slower of two threads that make batches and take steps
-//! side_by_side_loader memory WORKERS                      # MiB: the greatest growth in an epoch
+//! # ms: a batch alone, a step alone, an iteration; and the slower of two threads that make batches
+//! # and take steps
+//! side_by_side_loader hide wait|spin WORKERS ITERATIONS
+//! # MiB: the greatest growth in an epoch
+//! side_by_side_loader memory WORKERS
 //! ```
 
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]

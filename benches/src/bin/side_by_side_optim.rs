@@ -5,11 +5,12 @@
 //! side_by_side_optim PYTHON SCRIPT PLACES ROUNDS THREADS WORK...
 //! ```
 //!
-//! A Python process, controlled by lines of text, starts a process for each peer. All programs of a work are created
-//! first, take two steps, and must agree on the sum of squares of the weights. Then, in each round, each in turn takes
-//! one untimed step and some timed ones; the fastest of all rounds counts. Everything is repeated in newly allocated
-//! memory for each of PLACES placements, since the placement of memory pages is random and changes times. A time is
-//! the median over the placements, and so is a ratio. Works are listed in [`WORKS`].
+//! A Python process, controlled by lines of text, starts a process for each peer. All programs of a
+//! work are created first, take two steps, and must agree on the sum of squares of the weights.
+//! Then, in each round, each in turn takes one untimed step and some timed ones; the fastest of all
+//! rounds counts. Everything is repeated in newly allocated memory for each of PLACES placements,
+//! since the placement of memory pages is random and changes times. A time is the median over the
+//! placements, and so is a ratio. Works are listed in [`WORKS`].
 
 #![expect(clippy::print_stdout, reason = "this program's result is what it prints")]
 
@@ -211,7 +212,8 @@ fn print(work: &Work, places: &[Turns]) {
     }
 }
 
-/// Returns an error if a peer has computed something else, except for timm's Lamb, whose ratio of norms differs.
+/// Returns an error if a peer has computed something else, except for timm's Lamb, whose ratio of
+/// norms differs.
 fn check(title: &str, peer: &str, ours: f64, theirs: f64) -> Result<()> {
     let apart = (ours / theirs - 1.0).abs();
     if apart < 1e-5 || (title.starts_with("Lamb") && apart < 0.1) {

@@ -1,10 +1,14 @@
 //! Our side of `runner.sh`: measures one work per call and prints one number per line.
 //!
 //! ```text
-//! side_by_side_runner step NAME ours|compiled|stock ROUNDS   # ms per forward and backward, median
-//! side_by_side_runner loop ITERATIONS INTERVAL      # ns per iteration of an empty training step
-//! side_by_side_runner ranks STEPS                   # ms per step; under a launcher, of all ranks
-//! side_by_side_runner trainer WIDTH STEPS           # the same by `candle_train::Trainer`, 32 images, with SGD's step
+//! # ms per forward and backward, median
+//! side_by_side_runner step NAME ours|compiled|stock ROUNDS
+//! # ns per iteration of an empty training step
+//! side_by_side_runner loop ITERATIONS INTERVAL
+//! # ms per step; under a launcher, of all ranks
+//! side_by_side_runner ranks STEPS
+//! # the same by `candle_train::Trainer`, 32 images, with SGD's step
+//! side_by_side_runner trainer WIDTH STEPS
 //! ```
 
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
@@ -299,8 +303,8 @@ impl ModelWrapper for NoGradients {
     fn zero_grad(&mut self) {}
 }
 
-/// Measures from the first batch to the last, without the work before and after (mostly the checkpoint), which does
-/// not depend on their number.
+/// Measures from the first batch to the last, without the work before and after (mostly the
+/// checkpoint), which does not depend on their number.
 struct Watch(Arc<Mutex<Duration>>, Instant);
 
 impl Hook for Watch {

@@ -1,11 +1,11 @@
-//! The programs of `side_by_side/store.sh`: our store's server, and a load generator with many clients for any server
-//! of PyTorch's protocol.
+//! The programs of `side_by_side/store.sh`: our store's server, and a load generator with many
+//! clients for any server of PyTorch's protocol.
 //!
 //! `serve` prints its port and serves until standard input ends. `load PORT CLIENTS ROUNDS` drives
 //! that many connections from one thread and prints, for each part, the best of its rounds in
-//! milliseconds. A round: every client connects and sends the handshake; a barrier (a counter, then a wait);
-//! the first client gathers 128 bytes of each client and sends each its own answer (`hand out`); the first
-//! client gathers them and publishes all to all (`publish`).
+//! milliseconds. A round: every client connects and sends the handshake; a barrier (a counter, then
+//! a wait); the first client gathers 128 bytes of each client and sends each its own answer
+//! (`hand out`); the first client gathers them and publishes all to all (`publish`).
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "a program for a script")]
 
 use std::io::{ErrorKind, Read, Write};

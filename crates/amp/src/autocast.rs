@@ -1,11 +1,12 @@
 //! Autocast: PyTorch's lists of the operators that run in half precision and those that must not.
 //!
-//! Matrix products and convolutions are faster in half precision and accumulate in f32; exponentials,
-//! logarithms, norms and losses lose digits or overflow in it. A tensor engine looks up each operator by
-//! name before it runs it. An operator in no list runs in the type of its inputs.
+//! Matrix products and convolutions are faster in half precision and accumulate in f32;
+//! exponentials, logarithms, norms and losses lose digits or overflow in it. A tensor engine looks
+//! up each operator by name before it runs it. An operator in no list runs in the type of its
+//! inputs.
 //!
-//! [`Autocast`] is a value; a nested region is another value. The lists of CUDA and the CPU differ: the
-//! CPU's have no rule for `layer_norm` and `softmax`, for example. NPUs use CUDA's.
+//! [`Autocast`] is a value; a nested region is another value. The lists of CUDA and the CPU differ:
+//! the CPU's have no rule for `layer_norm` and `softmax`, for example. NPUs use CUDA's.
 //!
 //! Follows: the registrations of PyTorch 2.15, `aten/src/ATen/autocast_mode.cpp` and `.h`.
 
@@ -183,8 +184,8 @@ impl Autocast {
 
     /// Returns how to run `op` on floating-point inputs of these types.
     ///
-    /// An operator that [promotes](CastRule::Promote) casts f16 and bf16 together to f32; PyTorch rejects
-    /// the one that is not its lower precision.
+    /// An operator that [promotes](CastRule::Promote) casts f16 and bf16 together to f32; PyTorch
+    /// rejects the one that is not its lower precision.
     ///
     /// # Errors
     ///

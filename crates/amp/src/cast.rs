@@ -19,8 +19,8 @@ mod sealed {
 /// Casts `input` into `output`, element by element.
 ///
 /// Widening is exact. Narrowing rounds to nearest, ties to even: too large values become infinite,
-/// subnormal results are kept, a NaN stays a NaN with its sign. Casts between f16 and bf16 round the
-/// exact f32 value once. The bits are the same on every processor.
+/// subnormal results are kept, a NaN stays a NaN with its sign. Casts between f16 and bf16 round
+/// the exact f32 value once. The bits are the same on every processor.
 ///
 /// # Errors
 ///

@@ -17,8 +17,8 @@ mod sealed {
 
 /// Returns whether any element is infinite or NaN; false for an empty slice.
 ///
-/// One read-only pass that stops soon after the first such element. A float is finite exactly if its
-/// exponent bits are not all ones, so this is vectorized integer arithmetic on the bits.
+/// One read-only pass that stops soon after the first such element. A float is finite exactly if
+/// its exponent bits are not all ones, so this is vectorized integer arithmetic on the bits.
 ///
 /// ```
 /// use half::bf16;

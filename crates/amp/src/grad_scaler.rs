@@ -7,12 +7,14 @@ use std::collections::BTreeMap;
 
 use crate::{Error, InValues, LossScaler, OverflowSource, Result, ScaleChange};
 
-/// A [`LossScaler`] for several optimizers that checks the order of calls, as `torch.amp.GradScaler`.
+/// A [`LossScaler`] for several optimizers that checks the order of calls, as
+/// `torch.amp.GradScaler`.
 ///
-/// An iteration calls `scale` and runs backward, then calls `step` for each optimizer, with `unscale`
-/// before it if the gradients are needed unscaled (for example to clip them), then `update` once. The
-/// caller numbers its optimizers. The scaler does not run them: `step` returns whether to update the
-/// parameters and by which factor to multiply the gradients. Each optimizer has a stage:
+/// An iteration calls `scale` and runs backward, then calls `step` for each optimizer, with
+/// `unscale` before it if the gradients are needed unscaled (for example to clip them), then
+/// `update` once. The caller numbers its optimizers. The scaler does not run them: `step` returns
+/// whether to update the parameters and by which factor to multiply the gradients. Each optimizer
+/// has a stage:
 ///
 /// | | ready | unscaled | stepped |
 /// |---|---|---|---|
@@ -20,16 +22,17 @@ use crate::{Error, InValues, LossScaler, OverflowSource, Result, ScaleChange};
 /// | `step` | checks → stepped | → stepped | [`SteppedTwice`](Error::SteppedTwice) |
 /// | `update` | | → ready | → ready |
 ///
-/// An optimizer's step is skipped if one of its own gradients overflowed; the scale backs off once if
-/// any optimizer's did. Before the first `scale` all other calls are [`NotScaled`](Error::NotScaled). A
-/// `step` of an optimizer without gradients is [`NothingChecked`](Error::NothingChecked), and so is an
-/// `update` if no optimizer had any. With a [disabled](LossScaler::disabled) scaler all calls succeed
-/// without dividing or checking, and every step is permitted.
+/// An optimizer's step is skipped if one of its own gradients overflowed; the scale backs off once
+/// if any optimizer's did. Before the first `scale` all other calls are
+/// [`NotScaled`](Error::NotScaled). A `step` of an optimizer without gradients is
+/// [`NothingChecked`](Error::NothingChecked), and so is an `update` if no optimizer had any. With a
+/// [disabled](LossScaler::disabled) scaler all calls succeed without dividing or checking, and
+/// every step is permitted.
 ///
-/// Follows: `torch.amp.GradScaler` of PyTorch 2.15, call by call. Differences: `unscale` takes no half
-/// gradients, by its type (PyTorch raises); and while the reciprocal of the scale is not finite, which
-/// [`Policy::Torch`](crate::Policy::Torch) allows, no step is permitted (PyTorch applies infinite
-/// gradients).
+/// Follows: `torch.amp.GradScaler` of PyTorch 2.15, call by call. Differences: `unscale` takes no
+/// half gradients, by its type (PyTorch raises); and while the reciprocal of the scale is not
+/// finite, which [`Policy::Torch`](crate::Policy::Torch) allows, no step is permitted (PyTorch
+/// applies infinite gradients).
 ///
 /// ```
 /// use amp::{GradScaler, InValues, LossScaler, has_non_finite};
@@ -68,8 +71,8 @@ enum Phase {
     Scaled,
 }
 
-/// The last call for an optimizer since the last `update`, with `found_inf` of its gradients; `None` if
-/// it had none.
+/// The last call for an optimizer since the last `update`, with `found_inf` of its gradients;
+/// `None` if it had none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Unscaled(Option<bool>),
@@ -82,8 +85,8 @@ impl<S: OverflowSource> GradScaler<S> {
         Self { scaler, source, phase: Phase::Unused, stages: BTreeMap::new() }
     }
 
-    /// Returns the factor of the loss. The first call of an iteration clears the overflow source; with
-    /// gradient accumulation, call it for each backward pass.
+    /// Returns the factor of the loss. The first call of an iteration clears the overflow source;
+    /// with gradient accumulation, call it for each backward pass.
     ///
     /// # Errors
     ///
@@ -96,15 +99,17 @@ impl<S: OverflowSource> GradScaler<S> {
         Ok(self.scaler.scale())
     }
 
-    /// Divides all gradients of `optimizer` by the scale, in place, and returns whether any overflowed.
+    /// Divides all gradients of `optimizer` by the scale, in place, and returns whether any
+    /// overflowed.
     ///
-    /// Takes only f32, since small half gradients would underflow: pass those to [`step`](Self::step)
-    /// scaled. Each slice is checked as in [`LossScaler::unscale`]. A disabled scaler does nothing.
+    /// Takes only f32, since small half gradients would underflow: pass those to
+    /// [`step`](Self::step) scaled. Each slice is checked as in [`LossScaler::unscale`]. A disabled
+    /// scaler does nothing.
     ///
     /// # Errors
     ///
-    /// Those of the stage, see the type. Those of the source: the gradients are divided then, and the
-    /// optimizer cannot step until the next `update`.
+    /// Those of the stage, see the type. Those of the source: the gradients are divided then, and
+    /// the optimizer cannot step until the next `update`.
     pub fn unscale(
         &mut self,
         optimizer: usize,
@@ -126,17 +131,18 @@ impl<S: OverflowSource> GradScaler<S> {
         Ok(found_inf == Some(true))
     }
 
-    /// Returns the factor of the gradients with which `optimizer` is to update its parameters; `None` if
-    /// it must skip the step.
+    /// Returns the factor of the gradients with which `optimizer` is to update its parameters;
+    /// `None` if it must skip the step.
     ///
-    /// If the gradients were not [unscaled](Self::unscale), `check` returns whether any is infinite or
-    /// NaN, `None` if there are none. In a fused optimizer, `check` is its first pass and the factor is
-    /// for its second; all ranks agree between the two. A disabled scaler returns `Some(1.0)` without
-    /// calling `check`.
+    /// If the gradients were not [unscaled](Self::unscale), `check` returns whether any is infinite
+    /// or NaN, `None` if there are none. In a fused optimizer, `check` is its first pass and the
+    /// factor is for its second; all ranks agree between the two. A disabled scaler returns
+    /// `Some(1.0)` without calling `check`.
     ///
     /// # Errors
     ///
-    /// Those of the stage, see the type. Those of the source: the optimizer's stage is unchanged then.
+    /// Those of the stage, see the type. Those of the source: the optimizer's stage is unchanged
+    /// then.
     pub fn step(
         &mut self,
         optimizer: usize,
@@ -161,7 +167,8 @@ impl<S: OverflowSource> GradScaler<S> {
         Ok((!found_inf && inv_scale.is_finite()).then_some(grad_scale))
     }
 
-    /// Ends the iteration: updates the scale, which backs off if any optimizer's gradients overflowed.
+    /// Ends the iteration: updates the scale, which backs off if any optimizer's gradients
+    /// overflowed.
     ///
     /// # Errors
     ///

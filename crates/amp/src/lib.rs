@@ -1,5 +1,5 @@
-//! Automatic mixed precision on slices: loss scaling, non-finite checks, casts between f32, f16 and bf16,
-//! autocast lists.
+//! Automatic mixed precision on slices: loss scaling, non-finite checks, casts between f32, f16 and
+//! bf16, autocast lists.
 //!
 //! # Why scale the loss
 //!
@@ -9,11 +9,11 @@
 //! | f16 | 5 | 11 | 6.1e-5 | 65504 | yes |
 //! | bf16 | 8 | 8 | 1.2e-38 | 3.4e38 | no |
 //!
-//! Many gradients are below 6e-8, the smallest positive f16, and underflow. Multiplying the loss by a scale
-//! `S` multiplies every gradient by `S`, which moves them into range; the optimizer divides by `S` again, in
-//! f32. The largest usable `S` changes during training, so [`LossScaler`] doubles `S` after 2000 steps
-//! without overflow; if a gradient overflows to infinity, it halves `S` and that step is skipped. bf16 has the
-//! range of f32: use [`LossScaler::disabled`].
+//! Many gradients are below 6e-8, the smallest positive f16, and underflow. Multiplying the loss by
+//! a scale `S` multiplies every gradient by `S`, which moves them into range; the optimizer divides
+//! by `S` again, in f32. The largest usable `S` changes during training, so [`LossScaler`] doubles
+//! `S` after 2000 steps without overflow; if a gradient overflows to infinity, it halves `S` and
+//! that step is skipped. bf16 has the range of f32: use [`LossScaler::disabled`].
 //!
 //! # Example
 //!
@@ -39,20 +39,20 @@
 //!
 //! # Which to use
 //!
-//! * [`LossScaler`] alone, as above: one optimizer, and gradients that are equal on all ranks. Also for an
-//!   optimizer that checks for overflow itself and reports skipped steps.
-//! * [`GradScaler`]: several optimizers, gradients unscaled in place to clip them, or checks of the order of
-//!   calls. It has the stages and errors of `torch.amp.GradScaler`.
-//! * [`OverflowSource`]: ranks with different gradients, or devices that saturate and report an overflow in a
-//!   flag.
+//! * [`LossScaler`] alone, as above: one optimizer, and gradients that are equal on all ranks. Also
+//!   for an optimizer that checks for overflow itself and reports skipped steps.
+//! * [`GradScaler`]: several optimizers, gradients unscaled in place to clip them, or checks of the
+//!   order of calls. It has the stages and errors of `torch.amp.GradScaler`.
+//! * [`OverflowSource`]: ranks with different gradients, or devices that saturate and report an
+//!   overflow in a flag.
 //! * [`Autocast`]: which operators run in half precision.
 //! * [`cast`], [`unscale`], [`has_non_finite`]: functions on slices.
 //!
 //! # Differences from PyTorch
 //!
 //! [`Policy::Torch`] reproduces PyTorch's scaler bit for bit and call for call. The default,
-//! [`Policy::Guarded`], differs in four edge cases, which its documentation lists. Casts to bf16 keep the sign
-//! of NaNs, which PyTorch's may lose.
+//! [`Policy::Guarded`], differs in four edge cases, which its documentation lists. Casts to bf16
+//! keep the sign of NaNs, which PyTorch's may lose.
 
 // docs.rs notes at each item the feature that it needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -1,4 +1,5 @@
-//! Sources of `found_inf`: the gradients' values, a device's overflow flag, or a reduction over ranks.
+//! Sources of `found_inf`: the gradients' values, a device's overflow flag, or a reduction over
+//! ranks.
 
 use crate::Error;
 
@@ -15,9 +16,9 @@ use crate::Error;
 ///
 /// # Several ranks
 ///
-/// With all-reduced gradients all ranks find the same, so [`InValues`] is enough. If each rank holds
-/// different gradients (shards, or experts), all must skip the step if one must: use a closure that
-/// reduces the result. Ranks without gradients call it, too:
+/// With all-reduced gradients all ranks find the same, so [`InValues`] is enough. If each rank
+/// holds different gradients (shards, or experts), all must skip the step if one must: use a
+/// closure that reduces the result. Ranks without gradients call it, too:
 ///
 /// ```
 /// use amp::{Error, GradScaler, LossScaler};
@@ -34,8 +35,8 @@ use crate::Error;
 ///
 /// # Devices with saturating arithmetic
 ///
-/// On Ascend 910A and older an overflow gives the largest finite number instead of infinity. The device
-/// sets a flag, which is [cleared](Self::clear) before the backward pass and read after it:
+/// On Ascend 910A and older an overflow gives the largest finite number instead of infinity. The
+/// device sets a flag, which is [cleared](Self::clear) before the backward pass and read after it:
 ///
 /// ```
 /// use amp::{Error, OverflowSource};
@@ -59,8 +60,8 @@ pub trait OverflowSource {
     /// The error of a failed reduction or device.
     type Error: From<Error>;
 
-    /// Clears earlier overflows. The first [`scale`](crate::GradScaler::scale) of an iteration calls it,
-    /// before the first backward pass.
+    /// Clears earlier overflows. The first [`scale`](crate::GradScaler::scale) of an iteration
+    /// calls it, before the first backward pass.
     ///
     /// # Errors
     ///
@@ -69,8 +70,8 @@ pub trait OverflowSource {
         Ok(())
     }
 
-    /// Returns the result for all ranks; `local` is this rank's. With several ranks this is a collective
-    /// call: all ranks must call it in the same order.
+    /// Returns the result for all ranks; `local` is this rank's. With several ranks this is a
+    /// collective call: all ranks must call it in the same order.
     ///
     /// # Errors
     ///

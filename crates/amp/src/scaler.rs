@@ -1,22 +1,24 @@
 //! The loss scale, a state machine without gradients.
 //!
-//! Each iteration reads the scale and ends with `update(found_inf)`, which halves the scale on overflow
-//! and doubles it after many steps without one.
+//! Each iteration reads the scale and ends with `update(found_inf)`, which halves the scale on
+//! overflow and doubles it after many steps without one.
 //!
-//! Invariant: the same sequence of `found_inf` gives the same scale, bit for bit. So ranks that agree on
-//! `found_inf` need not exchange the scale.
+//! Invariant: the same sequence of `found_inf` gives the same scale, bit for bit. So ranks that
+//! agree on `found_inf` need not exchange the scale.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, has_non_finite, unscale};
 
-/// Options of a dynamic scale; the defaults are PyTorch's. A missing key deserializes to its default.
+/// Options of a dynamic scale; the defaults are PyTorch's. A missing key deserializes to its
+/// default.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LossScalerOptions {
     /// The initial scale. Default: 65536.
     pub init_scale: f32,
-    /// Factor of the scale after [`growth_interval`](Self::growth_interval) steps without overflow; above
+    /// Factor of the scale after [`growth_interval`](Self::growth_interval) steps without overflow;
+    /// above
     /// 1. Default: 2.
     pub growth_factor: f64,
     /// Factor of the scale on overflow; below 1. Default: 0.5.
@@ -55,7 +57,8 @@ impl Default for LossScalerOptions {
 pub enum Policy {
     /// A floor for the scale, and checks.
     Guarded {
-        /// The smallest scale: at least the smallest normal `f32`, so that its reciprocal is finite.
+        /// The smallest scale: at least the smallest normal `f32`, so that its reciprocal is
+        /// finite.
         min_scale: f32,
     },
     /// The rule of `torch.amp.GradScaler`, bit for bit.
@@ -102,8 +105,8 @@ pub enum ScaleChange {
     BackedOff,
 }
 
-/// The state dict of a scaler, with PyTorch's keys. A fixed scaler saves growth and backoff factors of 1,
-/// which keep PyTorch's scale constant, too.
+/// The state dict of a scaler, with PyTorch's keys. A fixed scaler saves growth and backoff factors
+/// of 1, which keep PyTorch's scale constant, too.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
@@ -125,16 +128,16 @@ impl LossScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] if the growth factor is not above 1 or the backoff factor not below 1; under
-    /// [`Policy::Guarded`] also for a scale below the floor or infinite, a backoff factor that is not
-    /// positive, or an interval of 0.
+    /// [`Error::Invalid`] if the growth factor is not above 1 or the backoff factor not below 1;
+    /// under [`Policy::Guarded`] also for a scale below the floor or infinite, a backoff factor
+    /// that is not positive, or an interval of 0.
     pub fn new(options: LossScalerOptions) -> Result<Self> {
         options.validate()?;
         Ok(Self { mode: Mode::Dynamic(options), scale: options.init_scale, growth_tracker: 0 })
     }
 
-    /// Returns a scaler whose scale only [`set_scale`](Self::set_scale) changes. Steps with overflow are
-    /// still skipped.
+    /// Returns a scaler whose scale only [`set_scale`](Self::set_scale) changes. Steps with
+    /// overflow are still skipped.
     ///
     /// # Errors
     ///
@@ -177,9 +180,10 @@ impl LossScaler {
 
     /// Divides f32 gradients by the scale, in place, and returns whether any overflowed.
     ///
-    /// One pass of [`unscale`](crate::unscale), which checks the gradients before the division. With a
-    /// scale below 1 the quotient can overflow, too: [`Policy::Guarded`] checks that in a second pass,
-    /// [`Policy::Torch`] does not. If `1 / scale` is not finite the gradients are not changed.
+    /// One pass of [`unscale`](crate::unscale), which checks the gradients before the division.
+    /// With a scale below 1 the quotient can overflow, too: [`Policy::Guarded`] checks that in a
+    /// second pass, [`Policy::Torch`] does not. If `1 / scale` is not finite the gradients are not
+    /// changed.
     #[must_use = "a step with non-finite gradients must be skipped"]
     pub fn unscale(&self, grads: &mut [f32]) -> bool {
         let inv_scale = self.inv_scale();
@@ -322,8 +326,8 @@ impl LossScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::StateMismatch`] if the state is of another kind of scaler (dynamic, fixed, disabled);
-    /// [`Error::Invalid`] as in [`new`](Self::new) and [`fixed`](Self::fixed).
+    /// [`Error::StateMismatch`] if the state is of another kind of scaler (dynamic, fixed,
+    /// disabled); [`Error::Invalid`] as in [`new`](Self::new) and [`fixed`](Self::fixed).
     pub fn load_state_dict(&mut self, state: Option<&ScalerState>) -> Result<()> {
         let mismatch = |state, scaler| Err(Error::StateMismatch { state, scaler });
         let kind = match state {

@@ -4,12 +4,12 @@ use crate::{cpu, has_non_finite};
 
 /// Multiplies f32 gradients by `inv_scale` in place, and returns whether any was infinite or NaN.
 ///
-/// One pass, which checks the gradients before the multiplication; with `inv_scale` 1 it writes nothing.
-/// For optimizers that take no factor: passing it to a fused step saves this pass. Half gradients should
-/// never be unscaled in their own type, where small ones underflow.
+/// One pass, which checks the gradients before the multiplication; with `inv_scale` 1 it writes
+/// nothing. For optimizers that take no factor: passing it to a fused step saves this pass. Half
+/// gradients should never be unscaled in their own type, where small ones underflow.
 ///
-/// With `inv_scale` above 1 the product of a finite gradient can overflow, which the result does not
-/// include; call [`has_non_finite`] afterwards.
+/// With `inv_scale` above 1 the product of a finite gradient can overflow, which the result does
+/// not include; call [`has_non_finite`] afterwards.
 ///
 /// Follows: `torch._amp_foreach_non_finite_check_and_unscale_`, bit for bit.
 ///

@@ -1,4 +1,5 @@
-//! Prints the tables of `collective::sim`'s documentation: the cost of an all-reduce by each algorithm.
+//! Prints the tables of `collective::sim`'s documentation: the cost of an all-reduce by each
+//! algorithm.
 //!
 //! `cargo run --release -p gradstack-collective --example cost_table >
 //! crates/collective/src/sim/cost_table.md`

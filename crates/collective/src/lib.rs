@@ -21,8 +21,8 @@
 //! * **No silent hang.** Every wait has a deadline, and its error names the missing ranks. When a
 //!   process dies, its peers get [`Error::PeerDied`] with its rank at once; [`ProcessGroup::abort`]
 //!   ends every rank's waits. After a failure a group is [poisoned](Error::Poisoned) on all ranks.
-//! * **Recovery from failures.** [`ProcessGroup::rebuild`] makes a new group of the surviving ranks;
-//!   [`ProcessGroup::split`] makes subgroups that fail independently of their parent; a
+//! * **Recovery from failures.** [`ProcessGroup::rebuild`] makes a new group of the surviving
+//!   ranks; [`ProcessGroup::split`] makes subgroups that fail independently of their parent; a
 //!   [`DeviceMesh`] has one for each dimension of a grid.
 //! * **Buffers in flight are owned.** [`ProcessGroup::all_reduce_async`] and the other asynchronous
 //!   calls take the buffer by value; the [`Work`], which is also a future, returns it. Forgetting a
@@ -52,8 +52,8 @@
 //! A program that installs a [`tracing`](https://docs.rs/tracing) subscriber gets these, with the
 //! target `collective`. Without one nothing is formatted, and each costs an atomic load.
 //!
-//! * Span `bucket { rank, pass, bucket, bytes, dtype }` (debug): from the launch of a gradient bucket
-//!   until its average is complete, on whichever thread that happens.
+//! * Span `bucket { rank, pass, bucket, bytes, dtype }` (debug): from the launch of a gradient
+//!   bucket until its average is complete, on whichever thread that happens.
 //! * Span `finish { rank, pass }` (debug): the end of a pass; the rank waits for its buckets.
 //! * Span `call { group, rank, op }` (trace): one step of a verb, on the thread that runs it. On a
 //!   device, until the device has run it.

@@ -68,8 +68,8 @@ pub enum Transport {
     /// vanishes while no rank waits for it is detected within about 25 seconds.
     /// [`ProcessGroup::alloc`] returns ordinary memory.
     Tcp,
-    /// Same as [`Tcp`](Self::Tcp), but libgloo carries the blocks, over its own connections. Needs the
-    /// feature `gloo`.
+    /// Same as [`Tcp`](Self::Tcp), but libgloo carries the blocks, over its own connections. Needs
+    /// the feature `gloo`.
     ///
     /// The process must ignore `SIGPIPE`, as Rust programs do.
     Gloo,
@@ -118,10 +118,10 @@ pub enum Determinism {
     /// size and the offset in the buffer.
     #[default]
     RankOrder,
-    /// The fastest order between machines. 16-bit floats may be rounded at each of several steps, and a
-    /// sum that exceeds `f16` at one of them is infinite; `Avg` and `PreMulSum` of `f16` are folded in
-    /// `f32`.
-    /// All ranks still get the same bits, and the same again when the call is repeated.
+    /// The fastest order between machines. 16-bit floats may be rounded at each of several steps,
+    /// and a sum that exceeds `f16` at one of them is infinite; `Avg` and `PreMulSum` of `f16` are
+    /// folded in `f32`. All ranks still get the same bits, and the same again when the call is
+    /// repeated.
     Fast,
 }
 
@@ -187,16 +187,16 @@ impl GroupOptions {
 
     /// Sets the directory where the [`FlightRecord`] is written at the group's first failure on
     /// this rank, as JSON: `{dir}/{group}-rank{rank}-{pid}.json`. Characters of the group's name
-    /// other than letters, digits, `.`, `-` and `_` are percent-encoded, and a name of more than 180
-    /// bytes is cut and ends with its hash. The directory is created if it is missing. A later
+    /// other than letters, digits, `.`, `-` and `_` are percent-encoded, and a name of more than
+    /// 180 bytes is cut and ends with its hash. The directory is created if it is missing. A later
     /// failure of a group of the same name replaces the file; if writing fails, there is no record.
     pub fn with_flight_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.flight_dir = Some(dir.into());
         self
     }
 
-    /// Sets the CUDA device whose memory the group moves, see [`ProcessGroup::device`]; the verbs on
-    /// slices still work. The number is the driver's: it counts the devices that
+    /// Sets the CUDA device whose memory the group moves, see [`ProcessGroup::device`]; the verbs
+    /// on slices still work. The number is the driver's: it counts the devices that
     /// `CUDA_VISIBLE_DEVICES` leaves visible.
     pub fn with_cuda_device(mut self, ordinal: u32) -> Self {
         self.cuda_device = Some(ordinal);

@@ -1,9 +1,9 @@
 //! The cache of compiled kernels on disk.
 //!
-//! A file holds a hash of the code, the compiler's input (version, options, source), and the code. A hash
-//! collision, a truncated file or a damaged one is therefore a cache miss. Files are written under a
-//! temporary name and renamed, so processes may compile at the same time. Errors are ignored: without a
-//! cache more is compiled.
+//! A file holds a hash of the code, the compiler's input (version, options, source), and the code.
+//! A hash collision, a truncated file or a damaged one is therefore a cache miss. Files are written
+//! under a temporary name and renamed, so processes may compile at the same time. Errors are
+//! ignored: without a cache more is compiled.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

@@ -7,8 +7,8 @@ use crate::DeviceSlice;
 impl TryFrom<&Tensor> for DeviceSlice {
     type Error = Error;
 
-    /// The elements of a contiguous tensor on a GPU, of f32, f16 or bf16; valid while the tensor lives. Use it
-    /// only on the stream of the tensor's device (`CudaDevice::cuda_stream`).
+    /// The elements of a contiguous tensor on a GPU, of f32, f16 or bf16; valid while the tensor
+    /// lives. Use it only on the stream of the tensor's device (`CudaDevice::cuda_stream`).
     fn try_from(tensor: &Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { bail!("{tensor:?} is not on a GPU") };

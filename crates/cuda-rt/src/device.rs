@@ -27,8 +27,8 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Driver`](crate::CudaError::Driver); [`CudaError::Capturing`](crate::CudaError::Capturing) during
-    /// stream capture.
+    /// [`CudaError::Driver`](crate::CudaError::Driver);
+    /// [`CudaError::Capturing`](crate::CudaError::Capturing) during stream capture.
     ///
     /// # Panics
     ///
@@ -67,8 +67,8 @@ pub trait Device: Clone + fmt::Debug {
     /// Number of multiprocessors.
     fn processors(&self) -> u32;
 
-    /// Compiles `source` after [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H) with macros (`-DNAME=VALUE`),
-    /// unless it is loaded or cached on disk, and looks up a kernel.
+    /// Compiles `source` after [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H) with
+    /// macros (`-DNAME=VALUE`), unless it is loaded or cached on disk, and looks up a kernel.
     ///
     /// # Errors
     ///
@@ -79,8 +79,8 @@ pub trait Device: Clone + fmt::Debug {
     /// If `name` contains a NUL.
     fn kernel(&self, source: &str, macros: &[String], name: &str) -> Result<Self::Kernel>;
 
-    /// Returns the kernel cached under `key`: the first call looks it up, further calls read it without a lock. For
-    /// functions without a struct that holds the kernel.
+    /// Returns the kernel cached under `key`: the first call looks it up, further calls read it
+    /// without a lock. For functions without a struct that holds the kernel.
     ///
     /// # Errors
     ///
@@ -91,7 +91,8 @@ pub trait Device: Clone + fmt::Debug {
         look_up: impl FnOnce() -> Result<Self::Kernel>,
     ) -> Result<Self::Kernel>;
 
-    /// Launches `blocks` blocks of 256 threads; enqueued on the stream. `argument` is a struct in words of 8 bytes.
+    /// Launches `blocks` blocks of 256 threads; enqueued on the stream. `argument` is a struct in
+    /// words of 8 bytes.
     ///
     /// # Errors
     ///
@@ -99,8 +100,8 @@ pub trait Device: Clone + fmt::Debug {
     ///
     /// # Safety
     ///
-    /// The kernel must take a struct of this layout, and all memory that it points to must be valid until the kernel
-    /// has run.
+    /// The kernel must take a struct of this layout, and all memory that it points to must be valid
+    /// until the kernel has run.
     #[expect(unsafe_code, reason = "a kernel accesses the memory that its argument points to")]
     unsafe fn launch(&self, kernel: &Self::Kernel, blocks: u32, argument: &[u64]) -> Result<()>;
 }

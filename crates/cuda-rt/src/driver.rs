@@ -1,7 +1,8 @@
-//! A GPU through cudarc: memory, copies and launches on one stream, kernels from NVRTC or the cache.
+//! A GPU through cudarc: memory, copies and launches on one stream, kernels from NVRTC or the
+//! cache.
 //!
-//! libcuda and the functions that cudarc calls are looked up before the first call, since cudarc panics if
-//! one is missing.
+//! libcuda and the functions that cudarc calls are looked up before the first call, since cudarc
+//! panics if one is missing.
 
 #![expect(unsafe_code, reason = "calls the driver with raw handles and addresses")]
 
@@ -75,8 +76,8 @@ struct Module(sys::CUmodule);
 unsafe impl Send for Module {}
 
 impl Gpu {
-    /// Opens device `ordinal` with its primary context, which PyTorch and candle use, too, and the default
-    /// stream.
+    /// Opens device `ordinal` with its primary context, which PyTorch and candle use, too, and the
+    /// default stream.
     ///
     /// # Errors
     ///
@@ -94,8 +95,8 @@ impl Gpu {
     ///
     /// # Safety
     ///
-    /// `stream` must be a `CUstream` of this device's primary context, or null for its default stream,
-    /// and outlive this value, its clones and all memory made through them.
+    /// `stream` must be a `CUstream` of this device's primary context, or null for its default
+    /// stream, and outlive this value, its clones and all memory made through them.
     pub unsafe fn with_stream(ordinal: usize, stream: *mut c_void) -> Result<Self> {
         let context = Self::context(ordinal)?;
         // SAFETY: the caller guarantees the stream.
@@ -121,9 +122,9 @@ impl Gpu {
         Ok(Self { stream, modules, cached, staging, readback, pooled, arch, processors })
     }
 
-    /// Has the device's memory pool keep freed memory for later allocations, of this process and this device, instead
-    /// of returning it to the system at each wait of the host (`CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`). Does nothing if
-    /// the device has no pool.
+    /// Has the device's memory pool keep freed memory for later allocations, of this process and
+    /// this device, instead of returning it to the system at each wait of the host
+    /// (`CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`). Does nothing if the device has no pool.
     ///
     /// # Errors
     ///
@@ -147,8 +148,8 @@ impl Gpu {
             .map_err(during)
     }
 
-    /// Enqueues a copy of device memory to pinned memory, whose bytes are there once it has run. The stream must not be
-    /// capturing.
+    /// Enqueues a copy of device memory to pinned memory, whose bytes are there once it has run.
+    /// The stream must not be capturing.
     ///
     /// # Errors
     ///
@@ -163,7 +164,8 @@ impl Gpu {
         unsafe { self.readback.read_later(address, bytes) }.map_err(failed("copy from the device"))
     }
 
-    /// Enqueues a copy of host memory to a device address, by pinned memory: the bytes may change once this returns.
+    /// Enqueues a copy of host memory to a device address, by pinned memory: the bytes may change
+    /// once this returns.
     ///
     /// # Errors
     ///
@@ -198,7 +200,8 @@ impl Gpu {
         &self.stream
     }
 
-    /// Allocates each memory by itself, as `compute-sanitizer` needs it to see accesses past its end.
+    /// Allocates each memory by itself, as `compute-sanitizer` needs it to see accesses past its
+    /// end.
     #[cfg(feature = "testing")]
     pub(crate) fn without_pool(self) -> Self {
         Self { pooled: false, ..self }
@@ -270,7 +273,8 @@ impl Device for Gpu {
             return Ok(());
         }
         self.bind()?;
-        // SAFETY: within the memory, as checked above; `bytes` is borrowed until after the wait below.
+        // SAFETY: within the memory, as checked above; `bytes` is borrowed until after the wait
+        // below.
         unsafe { result::memcpy_dtoh_async(bytes, from, stream) }
             .map_err(failed("copy from the device"))?;
         self.stream.synchronize().map_err(failed("wait for the stream"))
@@ -348,7 +352,8 @@ impl Drop for Memory {
     }
 }
 
-/// Returns machine code for an architecture: from the cache, else compiled by NVRTC, if there is one.
+/// Returns machine code for an architecture: from the cache, else compiled by NVRTC, if there is
+/// one.
 ///
 /// # Errors
 ///
@@ -358,8 +363,8 @@ pub fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>> {
     code(&source, &options, versions(&source, &options)?[0])
 }
 
-/// Loads code into the current context. If the driver rejects a compiler's code as too new, tries an older
-/// compiler.
+/// Loads code into the current context. If the driver rejects a compiler's code as too new, tries
+/// an older compiler.
 fn load(source: &str, macros: &[String], arch: i32) -> Result<Module> {
     let options = options(macros, arch);
     let mut rejected = None;
@@ -401,7 +406,8 @@ fn code(source: &str, options: &[String], version: Version) -> Result<Vec<u8>> {
     Ok(code)
 }
 
-/// Keeps what the driver can load, the newest first; if all are newer than the driver, only the oldest.
+/// Keeps what the driver can load, the newest first; if all are newer than the driver, only the
+/// oldest.
 pub(crate) fn loadable<T>(
     mut all: Vec<T>,
     version: impl Fn(&T) -> Version,
@@ -423,8 +429,8 @@ pub(crate) fn version() -> Option<Version> {
     Some((version / 1000, version % 1000 / 10))
 }
 
-/// NVRTC's options: no contraction of `a * b + c`, no flushing of subnormals, correctly rounded roots and
-/// quotients, so that results have the bits of the CPU.
+/// NVRTC's options: no contraction of `a * b + c`, no flushing of subnormals, correctly rounded
+/// roots and quotients, so that results have the bits of the CPU.
 pub fn options(macros: &[String], arch: i32) -> Vec<String> {
     let fixed =
         ["--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"];
@@ -466,7 +472,8 @@ fn is_too_new(error: DriverError) -> bool {
 const NEWER: &str = "load kernels (is NVRTC newer than the driver? Update the driver, or set \
     NVRTC_LIBRARY to the path of an NVRTC as old as it)";
 
-/// Maximum size of a read through pinned memory, which takes one wait; one to other memory takes two.
+/// Maximum size of a read through pinned memory, which takes one wait; one to other memory takes
+/// two.
 const PINNED_BYTES: usize = 4096;
 
 /// Threads of a block.

@@ -10,10 +10,11 @@ use crate::error::Result;
 
 /// Kernels that are compiled together and launched on one stream.
 ///
-/// Their source is compiled after [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H), which have element types,
-/// packs of 16 bytes and warps. Each kernel is declared as
-/// `extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Job job)`, with one struct as argument, and
-/// runs in blocks of 256 threads. They are compiled without contraction of `a * b + c`.
+/// Their source is compiled after [`PTX_H`](crate::PTX_H) and [`DEVICE_H`](crate::DEVICE_H), which
+/// have element types, packs of 16 bytes and warps. Each kernel is declared as
+/// `extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Job job)`, with one struct
+/// as argument, and runs in blocks of 256 threads. They are compiled without contraction of
+/// `a * b + c`.
 #[derive(Debug)]
 pub struct Kernels {
     gpu: Gpu,
@@ -21,13 +22,13 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Compiles `source` with macros (`-DNAME=VALUE`) for the device of a stream, unless it is cached on disk, and
-    /// looks up the kernels.
+    /// Compiles `source` with macros (`-DNAME=VALUE`) for the device of a stream, unless it is
+    /// cached on disk, and looks up the kernels.
     ///
     /// # Errors
     ///
-    /// Those of [`Gpu::on`] and [`Nvrtc`](crate::Nvrtc); [`CudaError::Driver`](crate::CudaError::Driver) for an unknown
-    /// name.
+    /// Those of [`Gpu::on`] and [`Nvrtc`](crate::Nvrtc);
+    /// [`CudaError::Driver`](crate::CudaError::Driver) for an unknown name.
     pub fn new(
         stream: Arc<CudaStream>,
         source: &str,
@@ -46,8 +47,8 @@ impl Kernels {
         [crate::PTX_H, crate::DEVICE_H, source].concat()
     }
 
-    /// Launches `blocks` blocks of kernel number `kernel` in the names given to [`new`](Self::new); enqueued on the
-    /// stream.
+    /// Launches `blocks` blocks of kernel number `kernel` in the names given to [`new`](Self::new);
+    /// enqueued on the stream.
     ///
     /// # Errors
     ///
@@ -59,8 +60,8 @@ impl Kernels {
     ///
     /// # Safety
     ///
-    /// `argument` must be the kernel's struct, in words of 8 bytes, and all memory that it points to must be valid
-    /// until the kernel has run.
+    /// `argument` must be the kernel's struct, in words of 8 bytes, and all memory that it points
+    /// to must be valid until the kernel has run.
     #[expect(unsafe_code, reason = "a kernel accesses the memory that its argument points to")]
     pub unsafe fn launch(&self, kernel: usize, blocks: u32, argument: &[u64]) -> Result<()> {
         assert!(blocks > 0, "launch of 0 blocks");

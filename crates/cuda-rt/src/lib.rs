@@ -1,11 +1,14 @@
-//! CUDA without a toolkit: device memory, copies and kernel launches, with the driver and NVRTC loaded at run time.
+//! CUDA without a toolkit: device memory, copies and kernel launches, with the driver and NVRTC
+//! loaded at run time.
 //!
-//! Building needs no CUDA. [`Gpu`] is a device and one of its streams, and implements [`Device`]. [`Kernels`] compiles
-//! CUDA C++ with [`Nvrtc`], caches the machine code on disk, and launches it. [`DeviceSlice`] is the address, length and
-//! type of elements in device memory; it converts from cudarc's slices and, with the feature `candle`, from candle's
-//! tensors. A missing or outdated library is a [`CudaError`] that lists every path that was tried and what to install.
+//! Building needs no CUDA. [`Gpu`] is a device and one of its streams, and implements [`Device`].
+//! [`Kernels`] compiles CUDA C++ with [`Nvrtc`], caches the machine code on disk, and launches it.
+//! [`DeviceSlice`] is the address, length and type of elements in device memory; it converts from
+//! cudarc's slices and, with the feature `candle`, from candle's tensors. A missing or outdated
+//! library is a [`CudaError`] that lists every path that was tried and what to install.
 //!
-//! Crates that use this one share the types, the loaded libraries and the cache of compiled kernels.
+//! Crates that use this one share the types, the loaded libraries and the cache of compiled
+//! kernels.
 //!
 //! # Environment
 //!
@@ -16,10 +19,10 @@
 //!
 //! # Reproducibility
 //!
-//! Kernels are compiled without contraction of `a * b + c`, without flushing subnormals, and with correctly rounded
-//! quotients and roots, so that a kernel computes the same bits as the same code in Rust. [`DEVICE_H`] adds element
-//! types, packs of 16 bytes, and sums in a fixed order. With the feature `testing` the same source runs on the CPU, on a
-//! `testing::TestDevice`.
+//! Kernels are compiled without contraction of `a * b + c`, without flushing subnormals, and with
+//! correctly rounded quotients and roots, so that a kernel computes the same bits as the same code
+//! in Rust. [`DEVICE_H`] adds element types, packs of 16 bytes, and sums in a fixed order. With the
+//! feature `testing` the same source runs on the CPU, on a `testing::TestDevice`.
 
 #[cfg(not(unix))]
 compile_error!("`cuda-rt` needs Unix: it opens the driver and NVRTC by `dlopen`");
@@ -50,7 +53,8 @@ pub use staging::LateRead;
 /// Memory instructions and conversions in PTX: the first part of every source given to NVRTC.
 pub const PTX_H: &str = include_str!("ptx.h");
 
-/// Element types, packs of 16 bytes, warps, sums in a fixed order: the part between [`PTX_H`] and the kernels.
+/// Element types, packs of 16 bytes, warps, sums in a fixed order: the part between [`PTX_H`] and
+/// the kernels.
 pub const DEVICE_H: &str = include_str!("device.h");
 
 /// Tests the examples of the README.

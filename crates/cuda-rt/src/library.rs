@@ -1,7 +1,7 @@
 //! Searches and opens NVIDIA's libraries.
 //!
-//! A library is never closed, so its function pointers stay valid. A missing one is an error that lists
-//! every path that was tried.
+//! A library is never closed, so its function pointers stay valid. A missing one is an error that
+//! lists every path that was tried.
 
 #![expect(unsafe_code, reason = "runs the initializers of libraries")]
 
@@ -26,9 +26,9 @@ pub struct Library {
 }
 
 impl Library {
-    /// Opens the first of `paths` that can be opened. Before that it opens the libraries in the same folder
-    /// (after resolving links) whose names start with `beside`: those that the library opens by name and
-    /// that the system's loader would not find there. Empty: none.
+    /// Opens the first of `paths` that can be opened. Before that it opens the libraries in the
+    /// same folder (after resolving links) whose names start with `beside`: those that the library
+    /// opens by name and that the system's loader would not find there. Empty: none.
     ///
     /// # Errors
     ///
@@ -48,7 +48,8 @@ impl Library {
             let folder =
                 fs::canonicalize(path).ok().and_then(|path| Some(path.parent()?.to_owned()));
             for helper in folder.map(|folder| matching(&folder, beside)).unwrap_or_default() {
-                // SAFETY: the caller guarantees the libraries. An error shows when the helper is needed.
+                // SAFETY: the caller guarantees the libraries. An error shows when the helper is
+                // needed.
                 let _ = unsafe { open(&helper) };
             }
             // SAFETY: as above.
@@ -90,8 +91,8 @@ impl Library {
     pub unsafe fn function<T: Copy>(&self, symbol: &'static str) -> Result<T, CudaError> {
         const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
         let address = self.symbol(symbol)?.as_ptr();
-        // SAFETY: of the same size, and not null; the type is as the caller promises. On Linux, function and data
-        // pointers have the same representation.
+        // SAFETY: of the same size, and not null; the type is as the caller promises. On Linux,
+        // function and data pointers have the same representation.
         Ok(unsafe { std::mem::transmute_copy::<*mut c_void, T>(&address) })
     }
 }
@@ -105,7 +106,8 @@ unsafe fn open(path: &Path) -> Result<ManuallyDrop<unix::Library>, String> {
     library.map(ManuallyDrop::new).map_err(|error| error.source().unwrap_or(&error).to_string())
 }
 
-/// Files in a folder whose names start with `prefix`; none if `prefix` is empty or the folder is missing.
+/// Files in a folder whose names start with `prefix`; none if `prefix` is empty or the folder is
+/// missing.
 fn matching(folder: &Path, prefix: &str) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let begins = |path: &PathBuf| {
@@ -147,8 +149,8 @@ fn cuda_folders(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     homes.map(|home| Path::new(&home).join("lib64")).filter(|path| path.is_absolute()).collect()
 }
 
-/// Python's package folders: `PYTHONPATH`, active environments, interpreters in `PATH`, the user's, the
-/// system's.
+/// Python's package folders: `PYTHONPATH`, active environments, interpreters in `PATH`, the user's,
+/// the system's.
 fn python_sites(var: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     // Only absolute paths: loading from the current directory is unsafe.
     let absolute = |path: &PathBuf| path.is_absolute();

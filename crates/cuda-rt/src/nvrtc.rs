@@ -1,9 +1,9 @@
 //! NVRTC, NVIDIA's run-time compiler, loaded at run time: compiles source to machine code for one
 //! architecture.
 //!
-//! It is searched at `$NVRTC_LIBRARY`, else by name (`libnvrtc.so.13`, `.so.12`), in the CUDA toolkit and in
-//! Python's packages. Of several, the newest that is not newer than the driver is used. It needs no GPU and
-//! no driver.
+//! It is searched at `$NVRTC_LIBRARY`, else by name (`libnvrtc.so.13`, `.so.12`), in the CUDA
+//! toolkit and in Python's packages. Of several, the newest that is not newer than the driver is
+//! used. It needs no GPU and no driver.
 
 #![expect(unsafe_code, reason = "calls C functions found by name")]
 
@@ -63,8 +63,8 @@ pub struct Cubin {
 }
 
 impl Nvrtc {
-    /// Returns the NVRTC of this process: the newest that is not newer than the driver, else the oldest; without a
-    /// driver the newest. The first call loads it.
+    /// Returns the NVRTC of this process: the newest that is not newer than the driver, else the
+    /// oldest; without a driver the newest. The first call loads it.
     ///
     /// # Errors
     ///
@@ -92,8 +92,8 @@ impl Nvrtc {
     ///
     /// # Safety
     ///
-    /// The libraries at these paths must be NVRTC, or have initializers that are sound to run and no
-    /// functions with NVRTC's names.
+    /// The libraries at these paths must be NVRTC, or have initializers that are sound to run and
+    /// no functions with NVRTC's names.
     unsafe fn load(paths: &[PathBuf]) -> Result<Vec<Self>, CudaError> {
         let (mut found, mut tried, mut unusable) = (Vec::<Self>::new(), Vec::new(), None);
         for path in paths {

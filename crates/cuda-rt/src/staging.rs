@@ -1,8 +1,9 @@
 //! Pinned host buffers for copies to and from the device.
 //!
-//! The device reads and writes host memory some time after the copy is enqueued. So `write` first copies the bytes to a
-//! pinned buffer and records an event after the device's copy; a buffer is reused after its event has completed.
-//! `read_later` has the device write to such a buffer, which a [`LateRead`] keeps until it is dropped.
+//! The device reads and writes host memory some time after the copy is enqueued. So `write` first
+//! copies the bytes to a pinned buffer and records an event after the device's copy; a buffer is
+//! reused after its event has completed. `read_later` has the device write to such a buffer, which
+//! a [`LateRead`] keeps until it is dropped.
 
 #![expect(unsafe_code, reason = "calls the driver with raw handles and addresses")]
 
@@ -44,7 +45,8 @@ impl Staging {
         Self { stream, buffers: Mutex::default() }
     }
 
-    /// Copies to a device address; enqueued on the stream, which must not be capturing. The context must be current.
+    /// Copies to a device address; enqueued on the stream, which must not be capturing. The context
+    /// must be current.
     ///
     /// # Safety
     ///
@@ -58,7 +60,8 @@ impl Staging {
             // SAFETY: these bytes were written above.
             let filled = unsafe { slice::from_raw_parts(buffer.memory.cast::<u8>(), bytes.len()) };
             let to = address + (piece * MAX_BYTES) as u64;
-            // SAFETY: the caller guarantees the address; the buffer is unchanged until its event has completed.
+            // SAFETY: the caller guarantees the address; the buffer is unchanged until its event
+            // has completed.
             let copied = unsafe { result::memcpy_htod_async(to, filled, self.stream.cu_stream()) };
             let record = |()| {
                 // SAFETY: both are alive, and of one context.
@@ -86,7 +89,8 @@ pub struct LateRead {
 }
 
 impl Staging {
-    /// Enqueues a copy from a device address on the stream, which must not be capturing. The context must be current.
+    /// Enqueues a copy from a device address on the stream, which must not be capturing. The
+    /// context must be current.
     ///
     /// # Safety
     ///
@@ -100,9 +104,11 @@ impl Staging {
             let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
             free(&mut buffers, bytes)?
         };
-        // SAFETY: the buffer is long enough, no other copy uses it, and `Buffer::new` has zeroed it.
+        // SAFETY: the buffer is long enough, no other copy uses it, and `Buffer::new` has zeroed
+        // it.
         let into = unsafe { slice::from_raw_parts_mut(buffer.memory.cast::<u8>(), bytes) };
-        // SAFETY: the caller guarantees the address; the buffer is kept until its event has completed.
+        // SAFETY: the caller guarantees the address; the buffer is kept until its event has
+        // completed.
         let copied = unsafe { result::memcpy_dtoh_async(into, address, self.stream.cu_stream()) };
         // SAFETY: both are alive, and of one context.
         let record = |()| unsafe { result::event::record(buffer.event, self.stream.cu_stream()) };
@@ -153,7 +159,8 @@ impl LateRead {
 
     /// Once the event has completed.
     fn copied(&self) -> &[u8] {
-        // SAFETY: as long as the buffer, initialized when it was allocated; the device writes to it no more.
+        // SAFETY: as long as the buffer, initialized when it was allocated; the device writes to it
+        // no more.
         unsafe { slice::from_raw_parts(self.buffer().memory.cast::<u8>(), self.bytes) }
     }
 }

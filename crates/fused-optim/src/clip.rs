@@ -1,11 +1,12 @@
 //! Gradient clipping by norm and by value, in a step or as separate functions.
 //!
-//! A step ([`StepCtl::clip`](crate::StepCtl::clip)) only reads the gradients and multiplies by the clipping factor
-//! while it updates. [`clip_grad_norm`] and [`clip_grad_value`] write the clipped gradients.
+//! A step ([`StepCtl::clip`](crate::StepCtl::clip)) only reads the gradients and multiplies by the
+//! clipping factor while it updates. [`clip_grad_norm`] and [`clip_grad_value`] write the clipped
+//! gradients.
 //!
 //! Follows: `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`. Norms are summed in f64 over
-//! all tensors together (PyTorch: in the gradient's type, a norm per tensor and a norm of these), so
-//! gradients of 1e30 have a finite norm.
+//! all tensors together (PyTorch: in the gradient's type, a norm per tensor and a norm of these),
+//! so gradients of 1e30 have a finite norm.
 
 use crate::cpu::{self, GradMap, Reduction};
 use crate::error::check_aligned;
@@ -27,15 +28,17 @@ pub enum Clip {
 pub struct ClipNorm {
     /// Largest norm; finite, not negative.
     pub max_norm: f64,
-    /// The `p` of the p-norm, above 0. The 2-norm and the infinity norm run at memory speed, others call `pow`.
+    /// The `p` of the p-norm, above 0. The 2-norm and the infinity norm run at memory speed, others
+    /// call `pow`.
     pub norm_type: f64,
-    /// Return an error if the norm is infinite or NaN. Otherwise the gradients are multiplied as in PyTorch: an
-    /// infinite norm makes them 0 or NaN, a NaN norm makes them NaN.
+    /// Return an error if the norm is infinite or NaN. Otherwise the gradients are multiplied as in
+    /// PyTorch: an infinite norm makes them 0 or NaN, a NaN norm makes them NaN.
     pub error_if_nonfinite: bool,
-    /// The norm of the gradients times [`grad_scale`](crate::StepCtl::grad_scale), if the caller has computed it: in
-    /// sharded training each rank has a part of the gradients, and all must clip by the norm over all ranks. A step
-    /// then does not read the gradients to compute it, and [`FoundInf::Check`](crate::FoundInf::Check) checks this
-    /// norm instead of them. `None`: the step computes the norm of the gradients passed to it.
+    /// The norm of the gradients times [`grad_scale`](crate::StepCtl::grad_scale), if the caller
+    /// has computed it: in sharded training each rank has a part of the gradients, and all must
+    /// clip by the norm over all ranks. A step then does not read the gradients to compute it, and
+    /// [`FoundInf::Check`](crate::FoundInf::Check) checks this norm instead of them. `None`: the
+    /// step computes the norm of the gradients passed to it.
     #[doc(alias = "clip_grads_with_norm_")]
     pub total_norm: Option<TotalNorm>,
 }
@@ -78,20 +81,22 @@ impl ClipNorm {
         Self { total_norm: Some(TotalNorm::Value(norm)), ..self }
     }
 
-    /// Sets the device address of the norm that the caller has computed, for an optimizer on a GPU: an `f32`, not
-    /// negative. The kernels read it when the step runs, so the host does not wait for it, and each launch of a
-    /// captured CUDA graph reads the current value. A value that is not finite has the effect of such a value on the
-    /// host; with [`FoundInf::Check`](crate::FoundInf::Check)
-    /// [`step_on_device`](crate::DeviceOptimizer::step_on_device) waits to return whether it skipped the step, and
-    /// [`launch_step`](crate::DeviceOptimizer::launch_step) does not.
+    /// Sets the device address of the norm that the caller has computed, for an optimizer on a GPU:
+    /// an `f32`, not negative. The kernels read it when the step runs, so the host does not wait
+    /// for it, and each launch of a captured CUDA graph reads the current value. A value that is
+    /// not finite has the effect of such a value on the host; with
+    /// [`FoundInf::Check`](crate::FoundInf::Check)
+    /// [`step_on_device`](crate::DeviceOptimizer::step_on_device) waits to return whether it
+    /// skipped the step, and [`launch_step`](crate::DeviceOptimizer::launch_step) does not.
     ///
     /// The step returns [`Error::MisalignedPointer`] if the address is not a multiple of 4, and
     /// [`Error::Unsupported`] on the CPU and on an NPU.
     ///
     /// # Safety
     ///
-    /// In each step with this `ClipNorm`, the address is that of an `f32` in the memory of the optimizer's device. In
-    /// the optimizer's stream, its last write comes before the step, and the next write after it.
+    /// In each step with this `ClipNorm`, the address is that of an `f32` in the memory of the
+    /// optimizer's device. In the optimizer's stream, its last write comes before the step, and the
+    /// next write after it.
     #[must_use]
     #[expect(unsafe_code, reason = "an address is only a number")]
     pub const unsafe fn with_total_norm_at(self, address: u64) -> Self {
@@ -151,14 +156,16 @@ impl Clip {
     }
 }
 
-/// Multiplies all gradients by `min(1, max_norm / (norm + 1e-6))` and returns the norm before clipping.
+/// Multiplies all gradients by `min(1, max_norm / (norm + 1e-6))` and returns the norm before
+/// clipping.
 ///
 /// 16-bit gradients are multiplied in f32 and rounded to nearest even. Runs on the calling thread.
 ///
 /// # Errors
 ///
 /// [`Error::InvalidHyper`] for a maximum or norm type out of range; [`Error::NonFiniteNorm`] with
-/// `error_if_nonfinite`; [`Error::Unsupported`] for a total norm at a device address. The gradients are unchanged then.
+/// `error_if_nonfinite`; [`Error::Unsupported`] for a total norm at a device address. The gradients
+/// are unchanged then.
 #[doc(alias = "clip_grad_norm_")]
 pub fn clip_grad_norm(grads: &mut [SliceMut<'_>], clip: ClipNorm) -> Result<f64> {
     Clip::Norm(clip).validate()?;

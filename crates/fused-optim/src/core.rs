@@ -1,6 +1,8 @@
-//! The optimizer core of every rule: parameter groups, argument checks, steps on the CPU, state dicts.
+//! The optimizer core of every rule: parameter groups, argument checks, steps on the CPU, state
+//! dicts.
 //!
-//! Invariant: every argument is checked before the first write, so an error never leaves a step half done.
+//! Invariant: every argument is checked before the first write, so an error never leaves a step
+//! half done.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -260,8 +262,8 @@ impl<H: Hyper> Core<H> {
         Pages::new(room.fold(0, usize::saturating_add))
     }
 
-    /// Checks the gradients and computes their norms as `ctl` asks. Returns the factor of each gradient, or `None` if
-    /// the step is skipped.
+    /// Checks the gradients and computes their norms as `ctl` asks. Returns the factor of each
+    /// gradient, or `None` if the step is skipped.
     fn scales(
         &mut self,
         params: &mut [ParamMut<'_>],
@@ -362,8 +364,8 @@ impl<H: Hyper> Core<H> {
         Ok(())
     }
 
-    /// The core after a load, and the states for the device to keep. `known` is the length of a tensor; `None` where
-    /// the device does not know it.
+    /// The core after a load, and the states for the device to keep. `known` is the length of a
+    /// tensor; `None` where the device does not know it.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn load_for_device(
         &self,
@@ -458,8 +460,9 @@ pub(crate) const fn check_rows(index: usize, count: usize, rows: usize) -> Resul
     }
 }
 
-/// A short tensor that is updated as it is, without a buffer or a moving average: a [`Piece`], which threads share and
-/// sweeps split, would take longer to make than the update. `None` for any other tensor.
+/// A short tensor that is updated as it is, without a buffer or a moving average: a [`Piece`],
+/// which threads share and sweeps split, would take longer to make than the update. `None` for any
+/// other tensor.
 #[inline]
 fn short_block<'a>(
     state: &'a mut TensorState,
@@ -519,8 +522,8 @@ fn group_to_json<H: Hyper>(group: &ParamGroup<H>) -> Value {
     json.into()
 }
 
-/// Hyper-parameters by name. Those of a user's [`ElementwiseRule`](crate::ElementwiseRule) may have no names, which is
-/// an error when a group is added.
+/// Hyper-parameters by name. Those of a user's [`ElementwiseRule`](crate::ElementwiseRule) may have
+/// no names, which is an error when a group is added.
 pub(crate) fn json_of<H: Hyper>(hyper: &H) -> Result<Map<String, Value>> {
     match serde_json::to_value(hyper) {
         Ok(Value::Object(json)) => Ok(json),
@@ -530,7 +533,8 @@ pub(crate) fn json_of<H: Hyper>(hyper: &H) -> Result<Map<String, Value>> {
     .map_err(|source| Error::Format { action: "save hyper-parameters that have no names", source })
 }
 
-/// Checks that the names of a user's [`ElementwiseRule`](crate::ElementwiseRule) are unique in a state dict.
+/// Checks that the names of a user's [`ElementwiseRule`](crate::ElementwiseRule) are unique in a
+/// state dict.
 fn check_names(slots: &[&str], hyper: &Map<String, Value>) -> Result<()> {
     let mut names = vec![MASTER, STEP];
     for name in slots {

@@ -1,8 +1,8 @@
 //! `ElementwiseRule`: the trait for user-defined update rules.
 //!
-//! An [`ElementwiseRule`] is the arithmetic of one element; [`CpuOptimizer`](crate::CpuOptimizer) does the rest, as it
-//! does for this crate's own rules. The loop over a block is generic: it is compiled in the user's crate, for each
-//! instruction set.
+//! An [`ElementwiseRule`] is the arithmetic of one element; [`CpuOptimizer`](crate::CpuOptimizer)
+//! does the rest, as it does for this crate's own rules. The loop over a block is generic: it is
+//! compiled in the user's crate, for each instruction set.
 
 use std::fmt;
 
@@ -13,17 +13,20 @@ use crate::cpu::{self, Block, FirstSweep, Rule};
 use crate::rule::Hyper;
 use crate::{HyperParam, Result};
 
-/// An update rule that updates each element independently, implemented for the struct of its hyper-parameters.
+/// An update rule that updates each element independently, implemented for the struct of its
+/// hyper-parameters.
 ///
-/// `CpuOptimizer<MyHyper>` then has all features of this crate's optimizers: threads, f32 masters and 16-bit weights,
-/// unscaling, clipping, skipping of non-finite gradients, moving averages, parameter groups, state dicts. As
-/// [`update`](Self::update) sees one element at a time, the number of threads, alignment and instruction set change no
-/// bit of the result. Devices run this crate's rules only.
+/// `CpuOptimizer<MyHyper>` then has all features of this crate's optimizers: threads, f32 masters
+/// and 16-bit weights, unscaling, clipping, skipping of non-finite gradients, moving averages,
+/// parameter groups, state dicts. As [`update`](Self::update) sees one element at a time, the
+/// number of threads, alignment and instruction set change no bit of the result. Devices run this
+/// crate's rules only.
 ///
 /// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2):
 ///
 /// ```
-/// use fused_optim::{CpuOptimizer, ElementwiseRule, HyperParam, Optimizer, ParamMut, Result, Slice, StepCtl};
+/// use fused_optim::{CpuOptimizer, ElementwiseRule, HyperParam};
+/// use fused_optim::{Optimizer, ParamMut, Slice, StepCtl};
 /// use serde::{Deserialize, Serialize};
 ///
 /// #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -46,11 +49,13 @@ use crate::{HyperParam, Result};
 ///     }
 ///
 ///     fn numbers(&self, _step: u64) -> [f32; 4] {
-///         [self.lr, 1.0 - self.lr * self.weight_decay, self.betas.0, self.betas.1].map(|x| x as f32)
+///         let decay = 1.0 - self.lr * self.weight_decay;
+///         [self.lr, decay, self.betas.0, self.betas.1].map(|x| x as f32)
 ///     }
 ///
 ///     #[inline(always)]
-///     fn update([lr, decay, b1, b2]: &[f32; 4], p: f32, g: f32, [m]: [f32; 1]) -> (f32, [f32; 1]) {
+///     fn update(numbers: &[f32; 4], p: f32, g: f32, [m]: [f32; 1]) -> (f32, [f32; 1]) {
+///         let [lr, decay, b1, b2] = numbers;
 ///         let u = m * b1 + g * (1.0 - b1);
 ///         let sign = if u > 0.0 { 1.0 } else if u < 0.0 { -1.0 } else { u };
 ///         (p * decay - lr * sign, [m * b2 + g * (1.0 - b2)])
@@ -70,15 +75,17 @@ pub trait ElementwiseRule:
 {
     /// The rule's name in state dicts.
     const KIND: &'static str;
-    /// Names of an element's state values; their number is the length of `State`. Each must be unique, and neither
-    /// `master` nor `step`, which state dicts use; nor may a hyper-parameter be named `params`.
+    /// Names of an element's state values; their number is the length of `State`. Each must be
+    /// unique, and neither `master` nor `step`, which state dicts use; nor may a hyper-parameter be
+    /// named `params`.
     const SLOTS: &'static [&'static str];
     /// The state of an element: `[f32; N]`, with `N` of 0 to 3.
     type State: State;
     /// Numbers computed once per tensor and step: factors, bias corrections.
     type Numbers: Copy + Send + Sync;
 
-    /// Returns an error for values out of range, for example [`Error::InvalidHyper`](crate::Error::InvalidHyper).
+    /// Returns an error for values out of range, for example
+    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper).
     ///
     /// # Errors
     ///
@@ -103,8 +110,8 @@ pub trait ElementwiseRule:
     /// The numbers of a tensor's `step`-th step, counted from 1.
     fn numbers(&self, step: u64) -> Self::Numbers;
 
-    /// Returns the new parameter and state of one element. Mark it `#[inline(always)]`, so that the loop over the
-    /// elements is vectorized.
+    /// Returns the new parameter and state of one element. Mark it `#[inline(always)]`, so that the
+    /// loop over the elements is vectorized.
     fn update(
         numbers: &Self::Numbers,
         param: f32,

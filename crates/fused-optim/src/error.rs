@@ -2,7 +2,8 @@
 
 use crate::{DType, HyperParam};
 
-/// Error of an optimizer. Weights, state and step counts are unchanged, unless a device failed in the middle of a step.
+/// Error of an optimizer. Weights, state and step counts are unchanged, unless a device failed in
+/// the middle of a step.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -25,7 +26,8 @@ pub enum Error {
         /// The hyper-parameter.
         param: HyperParam,
     },
-    /// Momentum cannot change between zero and non-zero: a momentum buffer would have to be added or removed.
+    /// Momentum cannot change between zero and non-zero: a momentum buffer would have to be added
+    /// or removed.
     #[error("momentum cannot change between zero and non-zero (got {value})")]
     MomentumFromZero {
         /// The rejected momentum.
@@ -81,7 +83,8 @@ pub enum Error {
         /// The other tensor's element count.
         got: usize,
     },
-    /// The state of an earlier step, or state loaded without shapes, belongs to a tensor of another shape.
+    /// The state of an earlier step, or state loaded without shapes, belongs to a tensor of another
+    /// shape.
     #[error("parameter {index}: its state is for another shape; pass the shape of earlier steps")]
     StateShape {
         /// The tensor.

@@ -1,11 +1,11 @@
 //! Fused multi-tensor optimizers over plain slices.
 //!
 //! A training step ends with the update of the weights. Written with tensor operations that is a
-//! dozen passes over memory per tensor, and the update is limited by memory bandwidth. *Fused* means that
-//! one call updates all tensors in one sweep over memory: it reads weight, gradient and state, unscales the
-//! gradient, applies the rule, writes weight and state, and rounds the half copy that the
-//! next forward reads, all while the values are in the cache. `Adafactor`, `AdamP`, `Lamb`
-//! and `Muon` need a second sweep.
+//! dozen passes over memory per tensor, and the update is limited by memory bandwidth. *Fused*
+//! means that one call updates all tensors in one sweep over memory: it reads weight, gradient and
+//! state, unscales the gradient, applies the rule, writes weight and state, and rounds the half
+//! copy that the next forward reads, all while the values are in the cache. `Adafactor`, `AdamP`,
+//! `Lamb` and `Muon` need a second sweep.
 //!
 //! There is no tensor type. Weights and gradients are slices of `f32`, [`f16`](half::f16) or
 //! [`bf16`](half::bf16), in any mix; state is always f32.
@@ -48,32 +48,36 @@
 //! | [`ScheduleFreeAdamW`] | AdamW at `y = (1−β1)z + β1·x`, where `x` is the average of `z` | `z`, `exp_avg_sq` |
 //! | [`Sgd`] | `g ← g+λp`; `b ← μ·b+(1−τ)g`, at first `b ← g`; `p ← p − lr·b`, or with nesterov `p − lr(g+μ·b)` | with momentum `momentum_buffer` |
 //!
-//! Three rules differ between implementations. An option chooses, by default torch_npu's variant: whether
-//! decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]), the position of `ε`
-//! in AdamP's cosine ([`CosineEps`]), and the tensors in BertAdam's norm ([`ClipScope`]).
+//! Three rules differ between implementations. An option chooses, by default torch_npu's variant:
+//! whether decoupled decay is multiplied by the learning rate ([`RmsPropTfHyper::decoupled_lr`]),
+//! the position of `ε` in AdamP's cosine ([`CosineEps`]), and the tensors in BertAdam's norm
+//! ([`ClipScope`]).
 //!
-//! [`Adafactor`], [`Lion`], `Muon` (feature `muon`) and [`ScheduleFreeAdamW`] run on the CPU only, the other nine on
-//! devices too.
+//! [`Adafactor`], [`Lion`], `Muon` (feature `muon`) and [`ScheduleFreeAdamW`] run on the CPU only,
+//! the other nine on devices too.
 //!
-//! Each is a [`CpuOptimizer`] of its hyper-parameters. For a rule of your own implement [`ElementwiseRule`].
+//! Each is a [`CpuOptimizer`] of its hyper-parameters. For a rule of your own implement
+//! [`ElementwiseRule`].
 //!
 //! Hyper-parameters belong to a [`ParamGroup`]: [`AdamW::new`] takes several, and
-//! [`AdamW::add_param_group`] adds one at any time. A tensor without a gradient is not updated, nor is
-//! its step count. A tensor without elements is allowed.
+//! [`AdamW::add_param_group`] adds one at any time. A tensor without a gradient is not updated, nor
+//! is its step count. A tensor without elements is allowed.
 //!
 //! # One step, two passes
 //!
-//! A mixed-precision step unscales the gradients, checks them for infinities, computes their norm, clips, and
-//! then updates: five passes over memory if each is a call. Here it is one call and two passes: the first reads the
-//! gradients, for the check and the norm; the second unscales, clips, updates and rounds, and optionally
-//! ([`ParamMut::clearing`], [`ParamMut::with_ema`]) clears the gradient and updates a moving average of the weight.
+//! A mixed-precision step unscales the gradients, checks them for infinities, computes their norm,
+//! clips, and then updates: five passes over memory if each is a call. Here it is one call and two
+//! passes: the first reads the gradients, for the check and the norm; the second unscales, clips,
+//! updates and rounds, and optionally ([`ParamMut::clearing`], [`ParamMut::with_ema`]) clears the
+//! gradient and updates a moving average of the weight.
 //!
 //! ```
 //! use fused_optim::{AdamW, AdamWHyper, Applied, Clip, FoundInf, Optimizer, ParamMut, StepCtl};
 //!
 //! let (mut weight, mut grad, mut average) = (vec![1.0_f32; 4], vec![1536.0_f32; 4], vec![1.0; 4]);
 //! let mut adamw = AdamW::with_one_group(AdamWHyper::default(), 1)?.with_threads(2);
-//! let param = ParamMut::new(&mut weight[..], None).clearing(&mut grad[..]).with_ema(&mut average, 0.99);
+//! let param = ParamMut::new(&mut weight[..], None);
+//! let param = param.clearing(&mut grad[..]).with_ema(&mut average, 0.99);
 //! let ctl = StepCtl {
 //!     grad_scale: 1.0 / 1024.0,
 //!     found_inf: FoundInf::Check,
@@ -87,15 +91,16 @@
 //!
 //! # Half precision
 //!
-//! A weight of f16 or bf16 loses small updates: `1 + 0.001` is `1` in bf16. So the optimizer
-//! keeps the f32 value, the *master*, in its state. It is copied from the weight in the tensor's
-//! first step and updated from then on: the next step overwrites a change made to the half weight outside the
-//! optimizer, unless [`Optimizer::refresh_masters`] is called. [`HalfWeights`] has options without a master, one of
-//! them with stochastic rounding.
+//! A weight of f16 or bf16 loses small updates: `1 + 0.001` is `1` in bf16. So the optimizer keeps
+//! the f32 value, the *master*, in its state. It is copied from the weight in the tensor's first
+//! step and updated from then on: the next step overwrites a change made to the half weight outside
+//! the optimizer, unless [`Optimizer::refresh_masters`] is called. [`HalfWeights`] has options
+//! without a master, one of them with stochastic rounding.
 //!
 //! With loss scaling the gradients are multiplied by the scale `S`. Pass `1/S` as
-//! [`grad_scale`](StepCtl::grad_scale), and as [`found_inf`](StepCtl::found_inf) either the result of your own check
-//! or [`FoundInf::Check`]. If a gradient is infinite or NaN the step is skipped and says so:
+//! [`grad_scale`](StepCtl::grad_scale), and as [`found_inf`](StepCtl::found_inf) either the result
+//! of your own check or [`FoundInf::Check`]. If a gradient is infinite or NaN the step is skipped
+//! and says so:
 //!
 //! ```
 //! use fused_optim::{Applied, FoundInf, Optimizer, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
@@ -124,25 +129,27 @@
 //!
 //! An optimizer identifies a tensor by its index in the list passed to each step. If that order can
 //! differ between processes, as that of candle's `VarMap` does, set names
-//! ([`Optimizer::set_param_names`]): they are saved, and state is [loaded by name](Optimizer::load_state_dict).
+//! ([`Optimizer::set_param_names`]): they are saved, and state is [loaded by
+//! name](Optimizer::load_state_dict).
 //!
 //! # In a candle program
 //!
-//! With the feature `candle`, `candle::VarOptimizer` is a `candle_nn::Optimizer` that updates `Var`s in
-//! place with any of these optimizers.
+//! With the feature `candle`, `candle::VarOptimizer` is a `candle_nn::Optimizer` that updates
+//! `Var`s in place with any of these optimizers.
 //!
 //! # Reproducibility
 //!
-//! An element's result depends on that element alone, and, where a rule or clipping needs a norm, on
-//! sums whose order is fixed by lengths and shapes: products are exact, in f64; element `i`
-//! of a block of 1024 is added to lane `i mod 16`; lanes, blocks, rows and tensors are each folded by adding
-//! neighbours, `(0,1)`, `(2,3)`, and so on until one is left. An implementation on another device
-//! that keeps this order, and f32 without contracted multiply-adds, gives the same bits. The
-//! loops are compiled for SSE2, AVX2 and AVX-512 from the same source and chosen at run time, and for
-//! NEON on aarch64; they give equal bits for any alignment and number of
-//! [threads](Optimizer::set_threads). Only the matrix products of `Muon`, computed by the `gemm` crate, may differ
-//! between processors, and `pow` between systems: it is used for `t^beta2_decay` of [`Adafactor`] and for norms other
-//! than 2 and infinity. One thread is the default: one core of a server already uses most of its memory bandwidth.
+//! An element's result depends on that element alone, and, where a rule or clipping needs a norm,
+//! on sums whose order is fixed by lengths and shapes: products are exact, in f64; element `i` of a
+//! block of 1024 is added to lane `i mod 16`; lanes, blocks, rows and tensors are each folded by
+//! adding neighbours, `(0,1)`, `(2,3)`, and so on until one is left. An implementation on another
+//! device that keeps this order, and f32 without contracted multiply-adds, gives the same bits. The
+//! loops are compiled for SSE2, AVX2 and AVX-512 from the same source and chosen at run time, and
+//! for NEON on aarch64; they give equal bits for any alignment and number of
+//! [threads](Optimizer::set_threads). Only the matrix products of `Muon`, computed by the `gemm`
+//! crate, may differ between processors, and `pow` between systems: it is used for `t^beta2_decay`
+//! of [`Adafactor`] and for norms other than 2 and infinity. One thread is the default: one core of
+//! a server already uses most of its memory bandwidth.
 
 // docs.rs notes at each item the feature that it needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]

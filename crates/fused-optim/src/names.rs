@@ -1,8 +1,8 @@
 //! Names of parameters, and matching of saved state by name.
 //!
 //! An optimizer identifies a parameter by its index in the list passed to each step. If that order
-//! differs between processes (as that of candle's `VarMap` does), indices do not identify saved state.
-//! So an optimizer with [names](ParamSpec) saves them, and loads state by name.
+//! differs between processes (as that of candle's `VarMap` does), indices do not identify saved
+//! state. So an optimizer with [names](ParamSpec) saves them, and loads state by name.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -61,8 +61,9 @@ pub(crate) fn check_unique(params: &[ParamSpec]) -> Result<()> {
     }
 }
 
-/// Brings a state dict into the order of an optimizer with these names, whose groups have the indices `groups`.
-/// Returns the dict as it is if either has no names: state is then matched by index.
+/// Brings a state dict into the order of an optimizer with these names, whose groups have the
+/// indices `groups`. Returns the dict as it is if either has no names: state is then matched by
+/// index.
 pub(crate) fn reordered<'a>(
     dict: &'a StateDict,
     names: &[ParamSpec],
@@ -121,8 +122,9 @@ fn own_indices(
     }
 }
 
-/// Returns the saved groups with this optimizer's indices, and whether they had these indices already. Each group
-/// must have the same parameters as this optimizer's group of the same index: schedulers address groups by index.
+/// Returns the saved groups with this optimizer's indices, and whether they had these indices
+/// already. Each group must have the same parameters as this optimizer's group of the same index:
+/// schedulers address groups by index.
 fn reordered_groups(
     saved: &str,
     indices: &BTreeMap<usize, usize>,

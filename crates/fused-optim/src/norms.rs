@@ -1,4 +1,5 @@
-//! The pass over the gradients before the update: the check for non-finite values, norms, and clipping factors.
+//! The pass over the gradients before the update: the check for non-finite values, norms, and
+//! clipping factors.
 //!
 //! A sum of squares is finite exactly if all gradients are, so one pass computes both.
 
@@ -15,7 +16,8 @@ pub(crate) struct Scales {
 }
 
 impl Scales {
-    /// Factor of a gradient, rounded once, and its limit. `limit` applies before the rule's own factor.
+    /// Factor of a gradient, rounded once, and its limit. `limit` applies before the rule's own
+    /// factor.
     #[inline]
     pub(crate) fn map(&self, at: usize, limit: f32, maximize: bool) -> GradMap {
         let own = self.own.as_ref().map_or(1.0, |all| all[at]);
@@ -31,8 +33,9 @@ pub(crate) fn needed(ctl: &StepCtl, own: &[OwnClip]) -> bool {
     check_or_norm && ctl.total_norm().is_none() || own.iter().any(|own| *own != OwnClip::None)
 }
 
-/// Checks the gradients and computes their norms. Gradient `i` is of group `groups[i]`; group `j` clips by `own[j]`.
-/// Returns the factors and the norm for `ctl.clip`, or `None` if the step is skipped.
+/// Checks the gradients and computes their norms. Gradient `i` is of group `groups[i]`; group `j`
+/// clips by `own[j]`. Returns the factors and the norm for `ctl.clip`, or `None` if the step is
+/// skipped.
 pub(crate) fn grad_scales(
     grads: &[Slice<'_>],
     groups: &[usize],
@@ -86,8 +89,8 @@ pub(crate) fn grad_scales(
     Ok(Some((Scales { common, own }, norm)))
 }
 
-/// The rule's own factor of each gradient. `squares` are the gradients' sums of squares before `ctl.clip` multiplies
-/// them by `clipped`.
+/// The rule's own factor of each gradient. `squares` are the gradients' sums of squares before
+/// `ctl.clip` multiplies them by `clipped`.
 fn own_factors(squares: &[f64], groups: &[usize], own: &[OwnClip], clipped: f64) -> Vec<f64> {
     let norm = |mut squares: Vec<f64>| clipped * Reduction::Squares.fold(&mut squares).sqrt();
     let coefficient = |max, norm| {

@@ -17,19 +17,22 @@ pub trait Optimizer: Send + fmt::Debug {
 
     /// Updates every grouped tensor that has a gradient.
     ///
-    /// Tensors are identified by their index in `params`, which must be the same at every step. If the
-    /// gradients are known or [found](FoundInf::Check) to be non-finite, the step is skipped: it returns
-    /// [`SkippedNonFinite`](Applied::SkippedNonFinite) and changes no weight, state, gradient or step count.
+    /// Tensors are identified by their index in `params`, which must be the same at every step. If
+    /// the gradients are known or [found](FoundInf::Check) to be non-finite, the step is skipped:
+    /// it returns [`SkippedNonFinite`](Applied::SkippedNonFinite) and changes no weight, state,
+    /// gradient or step count.
     ///
-    /// Gradients are multiplied by `grad_scale`, then clipped, then used; they are not written back.
-    /// One pass over the gradients before the update both checks for non-finite values and computes the norm.
+    /// Gradients are multiplied by `grad_scale`, then clipped, then used; they are not written
+    /// back. One pass over the gradients before the update both checks for non-finite values and
+    /// computes the norm.
     ///
     /// # Errors
     ///
-    /// All arguments are checked before anything is written: a group's tensor that is not in `params`,
-    /// a [wrong number](Error::ParamCount) of tensors, a gradient or average of another length than its weight, a
-    /// weight whose length or type is not that of earlier steps, an invalid `grad_scale` or clip;
-    /// [`Error::NonFiniteNorm`] with [`error_if_nonfinite`](crate::ClipNorm::error_if_nonfinite).
+    /// All arguments are checked before anything is written: a group's tensor that is not in
+    /// `params`, a [wrong number](Error::ParamCount) of tensors, a gradient or average of another
+    /// length than its weight, a weight whose length or type is not that of earlier steps, an
+    /// invalid `grad_scale` or clip; [`Error::NonFiniteNorm`] with
+    /// [`error_if_nonfinite`](crate::ClipNorm::error_if_nonfinite).
     fn step(&mut self, params: &mut [ParamMut<'_>], ctl: &StepCtl) -> Result<Applied>;
 
     /// This optimizer as a [`DeviceOptimizer`]; `None` if it steps in host memory.
@@ -49,26 +52,29 @@ pub trait Optimizer: Send + fmt::Debug {
         "cpu".to_owned()
     }
 
-    /// Sets the names and shapes of all tensors, including those in no group, in the order of a step's `params`.
-    /// Names are saved in state dicts, and a state dict with names is loaded by name. Later steps must pass
-    /// this number of tensors, of these shapes. After adding a group with new tensors, call this again for all tensors.
+    /// Sets the names and shapes of all tensors, including those in no group, in the order of a
+    /// step's `params`. Names are saved in state dicts, and a state dict with names is loaded by
+    /// name. Later steps must pass this number of tensors, of these shapes. After adding a group
+    /// with new tensors, call this again for all tensors.
     ///
     /// # Errors
     ///
-    /// [`Error::ParamCount`] if a group's tensor has no name, or if the number of names is not the optimizer's
-    /// number of tensors; [`Error::DuplicateName`]. The optimizer is unchanged then.
+    /// [`Error::ParamCount`] if a group's tensor has no name, or if the number of names is not the
+    /// optimizer's number of tensors; [`Error::DuplicateName`]. The optimizer is unchanged then.
     fn set_param_names(&mut self, params: &[ParamSpec]) -> Result<()>;
 
     /// Loads a state dict, including hyper-parameters and learning rates.
     ///
-    /// The optimizer must have the groups of the saved one, with the same tensors. If both the optimizer and the
-    /// state dict have [names](Self::set_param_names), tensors are matched by name in any order; names and shapes
-    /// must be equal in each group. If either has no names (for example a file of an older version), tensors are
-    /// matched by index and only lengths are checked. Training resumes with the same bits as without a restart.
+    /// The optimizer must have the groups of the saved one, with the same tensors. If both the
+    /// optimizer and the state dict have [names](Self::set_param_names), tensors are matched by
+    /// name in any order; names and shapes must be equal in each group. If either has no names (for
+    /// example a file of an older version), tensors are matched by index and only lengths are
+    /// checked. Training resumes with the same bits as without a restart.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongKind`]; [`Error::State`] with the entry or the tensor. The optimizer is unchanged then.
+    /// [`Error::WrongKind`]; [`Error::State`] with the entry or the tensor. The optimizer is
+    /// unchanged then.
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()>;
 
     /// Number of parameter groups.
@@ -85,8 +91,9 @@ pub trait Optimizer: Send + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`]; [`Error::NoHyperParam`]; [`Error::InvalidHyper`] if the value is out of range;
-    /// [`Error::MomentumFromZero`] if a buffer would have to be added or removed. The group is unchanged then.
+    /// [`Error::NoSuchGroup`]; [`Error::NoHyperParam`]; [`Error::InvalidHyper`] if the value is out
+    /// of range; [`Error::MomentumFromZero`] if a buffer would have to be added or removed. The
+    /// group is unchanged then.
     fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()>;
 
     /// A group's learning rate.
@@ -144,19 +151,20 @@ pub trait Optimizer: Send + fmt::Debug {
         self.set_hyper_param(group, HyperParam::WeightDecay, weight_decay)
     }
 
-    /// Drops the f32 [masters](HalfWeights::Master); the next step copies them from the 16-bit weights again. Call this
-    /// after weights were loaded or changed outside the optimizer.
+    /// Drops the f32 [masters](HalfWeights::Master); the next step copies them from the 16-bit
+    /// weights again. Call this after weights were loaded or changed outside the optimizer.
     ///
     /// # Errors
     ///
     /// Errors of the device that holds the state; none on the CPU.
     fn refresh_masters(&mut self) -> Result<()>;
 
-    /// Sets the number of threads of a step, including the calling thread; 0 counts as 1, the default. The
-    /// number of threads changes no bit of the result.
+    /// Sets the number of threads of a step, including the calling thread; 0 counts as 1, the
+    /// default. The number of threads changes no bit of the result.
     fn set_threads(&mut self, threads: usize);
 
-    /// Norm of all gradients times `grad_scale`, before clipping, of the last step that clipped by norm.
+    /// Norm of all gradients times `grad_scale`, before clipping, of the last step that clipped by
+    /// norm.
     fn grad_norm(&self) -> Option<f64>;
 }
 
@@ -215,35 +223,38 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
     }
 }
 
-/// An optimizer whose weights and gradients are in the memory of its [device](Optimizer::device), as its state is.
+/// An optimizer whose weights and gradients are in the memory of its [device](Optimizer::device),
+/// as its state is.
 pub trait DeviceOptimizer: Optimizer {
-    /// As [`Optimizer::step`]: launches the step in the stream of `params`, and returns before it is
-    /// done unless it has to check the gradients.
+    /// As [`Optimizer::step`]: launches the step in the stream of `params`, and returns before it
+    /// is done unless it has to check the gradients.
     ///
     /// # Errors
     ///
-    /// As [`Optimizer::step`]; [`Error::DifferentStream`]; [`Error::MisalignedPointer`]; errors of the device.
+    /// As [`Optimizer::step`]; [`Error::DifferentStream`]; [`Error::MisalignedPointer`]; errors of
+    /// the device.
     fn step_on_device(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<Applied>;
 
-    /// Whether a gradient of a tensor in a group, times `grad_scale`, is infinite or NaN: the check of
-    /// [`FoundInf::Check`] without a step. Waits for the device.
+    /// Whether a gradient of a tensor in a group, times `grad_scale`, is infinite or NaN: the check
+    /// of [`FoundInf::Check`] without a step. Waits for the device.
     ///
     /// # Errors
     ///
     /// As [`step_on_device`](Self::step_on_device).
     fn found_inf(&mut self, params: DeviceParams<'_>, ctl: &StepCtl) -> Result<bool>;
 
-    /// Searches for the fastest launch parameters for steps on tensors like these, and uses them from now on. They
-    /// change no bit of the result.
+    /// Searches for the fastest launch parameters for steps on tensors like these, and uses them
+    /// from now on. They change no bit of the result.
     ///
     /// # Errors
     ///
     /// As [`step_on_device`](Self::step_on_device); the optimizer is unchanged then.
     fn tune(&mut self, params: &[DeviceParam]) -> Result<Vec<Tuned>>;
 
-    /// Uploads the arguments of a step with this `ctl` and returns the step's kernel launches without launching them.
-    /// If a captured CUDA graph ([`launch_step`](Self::launch_step) under capture) has these launches, it may be
-    /// launched next, otherwise it must be captured again. `None` if a step does more than launch kernels.
+    /// Uploads the arguments of a step with this `ctl` and returns the step's kernel launches
+    /// without launching them. If a captured CUDA graph ([`launch_step`](Self::launch_step) under
+    /// capture) has these launches, it may be launched next, otherwise it must be captured again.
+    /// `None` if a step does more than launch kernels.
     ///
     /// # Errors
     ///
@@ -257,8 +268,8 @@ pub trait DeviceOptimizer: Optimizer {
         Ok(None)
     }
 
-    /// Launches a step without waiting for it. After [`prepare_step`](Self::prepare_step) with the same arguments
-    /// it only launches kernels, and so can be captured.
+    /// Launches a step without waiting for it. After [`prepare_step`](Self::prepare_step) with the
+    /// same arguments it only launches kernels, and so can be captured.
     ///
     /// # Errors
     ///
@@ -268,8 +279,8 @@ pub trait DeviceOptimizer: Optimizer {
         Err(Error::Unsupported { what: "`launch_step` of several optimizers" })
     }
 
-    /// Whether the last launched step, with this `ctl`, was applied or skipped; waits for it if it had to check the
-    /// gradients.
+    /// Whether the last launched step, with this `ctl`, was applied or skipped; waits for it if it
+    /// had to check the gradients.
     ///
     /// # Errors
     ///
@@ -279,9 +290,10 @@ pub trait DeviceOptimizer: Optimizer {
         Err(Error::Unsupported { what: "`step_outcome` of several optimizers" })
     }
 
-    /// Handle that computes statistics of gradients (their norm, whether they are finite) as soon as they are reduced,
-    /// before the step with this `ctl`. The step then reads only the remaining gradients for its statistics, with the
-    /// same bits. `None` before the first step, or if the step needs no statistics.
+    /// Handle that computes statistics of gradients (their norm, whether they are finite) as soon
+    /// as they are reduced, before the step with this `ctl`. The step then reads only the remaining
+    /// gradients for its statistics, with the same bits. `None` before the first step, or if the
+    /// step needs no statistics.
     ///
     /// # Errors
     ///
@@ -340,7 +352,8 @@ impl fmt::Display for HyperParam {
 /// Options of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCtl {
-    /// Factor of the gradients: `1 / S` unscales gradients of a loss with scale `S`. Finite and not negative.
+    /// Factor of the gradients: `1 / S` unscales gradients of a loss with scale `S`. Finite and not
+    /// negative.
     pub grad_scale: f32,
     /// Whether a gradient is infinite or NaN, or that the step checks this.
     pub found_inf: FoundInf,
@@ -352,8 +365,8 @@ impl StepCtl {
     /// No scaling, no clipping and no check of the gradients, as in plain f32 training.
     pub const PLAIN: Self = Self { grad_scale: 1.0, found_inf: FoundInf::Known(false), clip: None };
 
-    /// Checks the values. [`FoundInf::Check`] with a `total_norm` on the host becomes [`FoundInf::Known`]; with one in
-    /// device memory it stays, and the kernels check that norm.
+    /// Checks the values. [`FoundInf::Check`] with a `total_norm` on the host becomes
+    /// [`FoundInf::Known`]; with one in device memory it stays, and the kernels check that norm.
     pub(crate) fn validated(mut self) -> Result<Self> {
         if !(self.grad_scale.is_finite() && self.grad_scale >= 0.0) {
             return Err(Error::InvalidGradScale { value: self.grad_scale });
@@ -374,7 +387,8 @@ impl StepCtl {
         }
     }
 
-    /// The value of [`total_norm`](Self::total_norm), for an optimizer that cannot read CUDA memory.
+    /// The value of [`total_norm`](Self::total_norm), for an optimizer that cannot read CUDA
+    /// memory.
     pub(crate) fn host_total_norm(&self) -> Result<Option<f64>> {
         self.total_norm().map(TotalNorm::on_host).transpose()
     }
@@ -412,14 +426,17 @@ impl Default for StepCtl {
 /// Whether any gradient is infinite or NaN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FoundInf {
-    /// The caller has checked the gradients; `true` skips the step. All ranks must pass the same value.
+    /// The caller has checked the gradients; `true` skips the step. All ranks must pass the same
+    /// value.
     Known(bool),
-    /// The step checks all gradients times `grad_scale` before it updates, in the pass that computes the norm for
-    /// clipping. With several ranks, only for gradients that are reduced already and complete on each rank.
+    /// The step checks all gradients times `grad_scale` before it updates, in the pass that
+    /// computes the norm for clipping. With several ranks, only for gradients that are reduced
+    /// already and complete on each rank.
     Check,
 }
 
-/// How 16-bit weights are updated. They lose small updates by themselves: `1 + 0.001` is `1` in bf16.
+/// How 16-bit weights are updated. They lose small updates by themselves: `1 + 0.001` is `1` in
+/// bf16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HalfWeights {
@@ -427,12 +444,13 @@ pub enum HalfWeights {
     /// master rounded to nearest even.
     #[default]
     Master,
-    /// No master: the weight is converted to f32, updated, and rounded to nearest even. Saves four bytes per
-    /// parameter and loses updates below half a unit in the last place.
+    /// No master: the weight is converted to f32, updated, and rounded to nearest even. Saves four
+    /// bytes per parameter and loses updates below half a unit in the last place.
     Nearest,
-    /// No master, and stochastic rounding: the expected value is exact, so small updates are not lost. The random
-    /// bits depend on seed, tensor index, step and element only: not on threads, and a resumed optimizer
-    /// with the same seed and order of tensors continues with the same bits.
+    /// No master, and stochastic rounding: the expected value is exact, so small updates are not
+    /// lost. The random bits depend on seed, tensor index, step and element only: not on threads,
+    /// and a resumed optimizer with the same seed and order of tensors continues with the same
+    /// bits.
     Stochastic {
         /// Seed of the random bits.
         seed: u64,

@@ -1,8 +1,9 @@
 //! Weights and gradients of a step, as slices of f32, f16 or bf16.
 //!
-//! A tensor is a slice, and for some rules its number of rows. It is identified by its index in the list
-//! passed to [`Optimizer::step`](crate::Optimizer::step): the same tensor must have the same index at every step,
-//! with or without a gradient. In saved state it can have a [name](crate::ParamSpec).
+//! A tensor is a slice, and for some rules its number of rows. It is identified by its index in the
+//! list passed to [`Optimizer::step`](crate::Optimizer::step): the same tensor must have the same
+//! index at every step, with or without a gradient. In saved state it can have a
+//! [name](crate::ParamSpec).
 
 use std::fmt;
 use std::ops::Range;
@@ -200,16 +201,17 @@ from_slices!(f32 => F32, f16 => F16, bf16 => Bf16);
 
 /// One tensor of a step: its weight, and its gradient if it has one in this step.
 ///
-/// Weight and gradient may have different types. A tensor without a gradient is not updated, nor are its state,
-/// its moving average and its step count.
+/// Weight and gradient may have different types. A tensor without a gradient is not updated, nor
+/// are its state, its moving average and its step count.
 #[derive(Debug)]
 pub struct ParamMut<'a> {
     /// The weight, updated in place.
     pub weight: SliceMut<'a>,
     /// The gradient, as long as the weight.
     pub grad: Option<Grad<'a>>,
-    /// Length of the first dimension if the tensor has two or more, else 0; the weight's length is a multiple of
-    /// it. Used by the rules for rows and matrices only: `AdamP`, `Adafactor`, `Muon`.
+    /// Length of the first dimension if the tensor has two or more, else 0; the weight's length is
+    /// a multiple of it. Used by the rules for rows and matrices only: `AdamP`, `Adafactor`,
+    /// `Muon`.
     pub rows: usize,
     /// A moving average of the weight, updated in the same sweep.
     pub ema: Option<Ema<'a>>,

@@ -12,11 +12,12 @@ use crate::{Error, HyperParam, Result};
 
 /// A rule's hyper-parameters, and the rule.
 ///
-/// Most rules update a parameter in one sweep over memory, with [`sweep`](Self::sweep) alone. A rule with
-/// [`TWO_SWEEPS`](Self::TWO_SWEEPS) needs sums over the tensor first: [`first_sweep`](Self::first_sweep)
-/// updates the state and sums a block, [`row_factors`](Self::row_factors) turns the sums of a
-/// tensor's rows into one factor per row, an argument of `sweep`. A rule
-/// [by tensor](Self::BY_TENSOR) has [`finish_directions`](Self::finish_directions) instead of `row_factors`.
+/// Most rules update a parameter in one sweep over memory, with [`sweep`](Self::sweep) alone. A
+/// rule with [`TWO_SWEEPS`](Self::TWO_SWEEPS) needs sums over the tensor first:
+/// [`first_sweep`](Self::first_sweep) updates the state and sums a block,
+/// [`row_factors`](Self::row_factors) turns the sums of a tensor's rows into one factor per row, an
+/// argument of `sweep`. A rule [by tensor](Self::BY_TENSOR) has
+/// [`finish_directions`](Self::finish_directions) instead of `row_factors`.
 pub(crate) trait Hyper:
     Clone + fmt::Debug + Send + Sync + Serialize + DeserializeOwned
 {
@@ -145,9 +146,9 @@ pub(crate) fn bias_corrections((beta1, beta2): (f64, f64), step: u64) -> (f64, f
     (bias(beta1).recip(), bias(beta2).sqrt().recip())
 }
 
-/// `base` to the power of `exponent` by repeated squaring: multiplications only, so that every device computes
-/// the same bits. Off by less than `exponent` units in the last place, which for a `base` below 1
-/// is at most a few hundred of those of `1 − β1ᵗ`, when `βᵗ` is not yet negligible.
+/// `base` to the power of `exponent` by repeated squaring: multiplications only, so that every
+/// device computes the same bits. Off by less than `exponent` units in the last place, which for a
+/// `base` below 1 is at most a few hundred of those of `1 − β1ᵗ`, when `βᵗ` is not yet negligible.
 pub(crate) fn power(mut base: f64, mut exponent: u64) -> f64 {
     let mut result = 1.0;
     while exponent != 0 {
@@ -247,8 +248,8 @@ macro_rules! hyper {
 }
 pub(crate) use hyper;
 
-/// Implements `param_mut` and `maximize` of [`Hyper`] for a struct with the fields `lr`, `weight_decay`, `maximize`
-/// and, if given, the field of the momentum.
+/// Implements `param_mut` and `maximize` of [`Hyper`] for a struct with the fields `lr`,
+/// `weight_decay`, `maximize` and, if given, the field of the momentum.
 macro_rules! fields {
     ($($momentum:ident $(.$part:tt)?)?) => {
         fn param_mut(&mut self, param: $crate::HyperParam) -> Option<&mut f64> {

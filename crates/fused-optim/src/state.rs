@@ -16,14 +16,16 @@ use crate::{DType, Error, ParamState, Result, Slice, StateProblem, cpu};
 #[derive(Clone)]
 pub(crate) struct TensorState {
     pub(crate) step: u64,
-    /// The f32 master of a half weight; `None` if the weight is f32 or the optimizer keeps no masters.
+    /// The f32 master of a half weight; `None` if the weight is f32 or the optimizer keeps no
+    /// masters.
     pub(crate) master: Option<Buffer>,
     /// In the order of the rule's slots.
     pub(crate) slots: Vec<Slot>,
 }
 
 impl TensorState {
-    /// Initial state for a weight, aligned to cache lines as the weight is if the rule has one sweep.
+    /// Initial state for a weight, aligned to cache lines as the weight is if the rule has one
+    /// sweep.
     pub(crate) fn new<H: Hyper>(
         hyper: &H,
         weight: Slice<'_>,
@@ -61,7 +63,8 @@ impl TensorState {
         }
     }
 
-    /// Reads state from a device; `read(i)` returns the values of slot `i`, or of the master for `i == slots`.
+    /// Reads state from a device; `read(i)` returns the values of slot `i`, or of the master for
+    /// `i == slots`.
     #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) fn read(
         step: u64,
@@ -110,8 +113,8 @@ impl TensorState {
         ParamState { step: self.step, tensors }
     }
 
-    /// Checks and loads one tensor's saved state; `count` is its length if known. Infinities and NaNs are accepted:
-    /// everything that can be saved can be loaded.
+    /// Checks and loads one tensor's saved state; `count` is its length if known. Infinities and
+    /// NaNs are accepted: everything that can be saved can be loaded.
     pub(crate) fn load<H: Hyper>(
         index: usize,
         saved: &ParamState,
@@ -208,8 +211,8 @@ fn is_signed(slot: &str) -> bool {
 
 /// State values in f32.
 ///
-/// Each long vector of a tensor starts at a different offset in a page: otherwise the streams of a sweep
-/// would map to the same few cache sets.
+/// Each long vector of a tensor starts at a different offset in a page: otherwise the streams of a
+/// sweep would map to the same few cache sets.
 #[derive(Clone)]
 pub(crate) struct Values {
     buffer: Buffer,
@@ -218,7 +221,8 @@ pub(crate) struct Values {
 }
 
 impl Values {
-    /// The `at`-th vector of a tensor, which starts `offset` elements after the start of a cache line.
+    /// The `at`-th vector of a tensor, which starts `offset` elements after the start of a cache
+    /// line.
     fn new(at: usize, offset: usize, initial: f32, count: usize, pages: &mut Pages) -> Self {
         // Short vectors may start in any cache line.
         let (wanted, unit) = match count {

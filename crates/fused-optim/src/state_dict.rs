@@ -1,8 +1,8 @@
 //! State dicts with PyTorch's names, and their file format.
 //!
 //! The format is one safetensors file, little-endian: `state.<index>.step` (I64, a scalar) and
-//! `state.<index>.<name>` (F32, one dimension). Everything else, with names and shapes of the tensors, is JSON under
-//! the metadata key `fused_optim`. Equal state gives equal bytes.
+//! `state.<index>.<name>` (F32, one dimension). Everything else, with names and shapes of the
+//! tensors, is JSON under the metadata key `fused_optim`. Equal state gives equal bytes.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -37,7 +37,8 @@ pub struct ParamState {
     /// Steps this tensor has taken, at least 1.
     pub step: u64,
     /// Moments by name (`exp_avg`, `momentum_buffer`, ...), and `master`, the f32 value of a half
-    /// weight. All have the tensor's length, but for means of rows and columns (`row_var`, `col_var`).
+    /// weight. All have the tensor's length, but for means of rows and columns (`row_var`,
+    /// `col_var`).
     pub tensors: BTreeMap<String, Vec<f32>>,
 }
 
@@ -80,8 +81,8 @@ impl StateDict {
     ///
     /// # Errors
     ///
-    /// [`Error::Format`] if the bytes are no such file, [`Error::State`] for an entry with an invalid name or
-    /// element type.
+    /// [`Error::Format`] if the bytes are no such file, [`Error::State`] for an entry with an
+    /// invalid name or element type.
     pub fn from_safetensors(bytes: &[u8]) -> Result<Self> {
         let (header, tensors) = read_file(bytes, METADATA)?;
         let Header { format: version, kind, param_groups, params } = header;

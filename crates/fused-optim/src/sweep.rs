@@ -8,11 +8,13 @@ use crate::cpu::plan::{ChunkPlan, Layout};
 use crate::cpu::{Block, FirstSweep, Piece, Scratch, SlotMut, Sums, threads};
 use crate::rule::Hyper;
 
-/// Applies each rule to its tensor, in the order of the iterator. `scratch` is resized to one per thread.
+/// Applies each rule to its tensor, in the order of the iterator. `scratch` is resized to one per
+/// thread.
 ///
-/// Each thread has a share of the tensors. A tensor within one share gets both sweeps before the next tensor, so that
-/// the second finds it in a cache if it fits one. A tensor split over shares gets its second sweep after all threads
-/// have done the first. A tensor of a rule by tensor is never split.
+/// Each thread has a share of the tensors. A tensor within one share gets both sweeps before the
+/// next tensor, so that the second finds it in a cache if it fits one. A tensor split over shares
+/// gets its second sweep after all threads have done the first. A tensor of a rule by tensor is
+/// never split.
 #[expect(single_use_lifetimes, reason = "`impl Trait` takes no anonymous ones")]
 pub(crate) fn run<'a, H: Hyper>(
     tensors: impl Iterator<Item = (H::Rule, Piece<'a>)>,
@@ -60,12 +62,12 @@ pub(crate) fn run<'a, H: Hyper>(
     }
 }
 
-/// Distributes whole tensors over shares: the largest first, each to the share with the fewest elements so far. Returns
-/// the largest share first.
+/// Distributes whole tensors over shares: the largest first, each to the share with the fewest
+/// elements so far. Returns the largest share first.
 ///
-/// The concatenation of the shares is also a good order for splitting into equal shares: the second sweep of a
-/// large tensor finds less of it in a cache, and this order gives every share its part of the large tensors. As the
-/// largest share comes first, the cuts fall on small tensors.
+/// The concatenation of the shares is also a good order for splitting into equal shares: the second
+/// sweep of a large tensor finds less of it in a cache, and this order gives every share its part
+/// of the large tensors. As the largest share comes first, the cuts fall on small tensors.
 fn largest_first<'a, R>(
     mut tensors: Vec<(R, Piece<'a>)>,
     shares: usize,
@@ -116,8 +118,9 @@ struct Job<'a, H: Hyper> {
 }
 
 impl<'a, H: Hyper> Job<'a, H> {
-    /// Number of directions that a thread keeps from the first sweep for the second, which then need not compute them
-    /// from both moments again: 16 MiB, the last of which are still in a cache. For a rule by tensor, all.
+    /// Number of directions that a thread keeps from the first sweep for the second, which then
+    /// need not compute them from both moments again: 16 MiB, the last of which are still in a
+    /// cache. For a rule by tensor, all.
     const KEPT: usize = if H::BY_TENSOR { usize::MAX } else { 1 << 22 };
 
     const fn new(rule: H::Rule, piece: Piece<'a>) -> Self {
@@ -161,8 +164,8 @@ impl<'a, H: Hyper> Job<'a, H> {
         self.sweep(scratch);
     }
 
-    /// Index of the kept directions of some elements. `None` if they are not among the tensor's last, or if the
-    /// thread processes other tensors between the sweeps.
+    /// Index of the kept directions of some elements. `None` if they are not among the tensor's
+    /// last, or if the thread processes other tensors between the sweeps.
     fn kept(&self, elements: &Range<usize>) -> Option<usize> {
         let first = self.piece.layout.count().saturating_sub(Self::KEPT);
         elements.start.checked_sub(first).filter(|_| self.piece.is_whole())
@@ -179,8 +182,8 @@ impl<'a, H: Hyper> Job<'a, H> {
         self.factors = H::row_factors(&mut self.rule, &mut sums[..rows], layout);
     }
 
-    /// The last sweep. The second of two runs backwards: it starts with the elements that the first has left in
-    /// a cache.
+    /// The last sweep. The second of two runs backwards: it starts with the elements that the first
+    /// has left in a cache.
     fn sweep(&mut self, scratch: &mut Scratch) {
         let Piece { layout, ref blocks, .. } = self.piece;
         let spans = layout.spans(blocks.clone(), self.piece.span_len());

@@ -1,7 +1,7 @@
 //! Reading the state of PyTorch's optimizers.
 //!
-//! A checkpoint of `torch.optim` is a pickle, which only Python can read; six lines of Python convert
-//! it to a safetensors file.
+//! A checkpoint of `torch.optim` is a pickle, which only Python can read; six lines of Python
+//! convert it to a safetensors file.
 
 use std::collections::BTreeMap;
 
@@ -21,8 +21,8 @@ use crate::{
 impl StateDict {
     /// Reads the state of a `torch.optim` optimizer: Adadelta, Adam, AdamW, RMSprop or SGD.
     ///
-    /// The bytes are a safetensors file with `state.<index>.<name>` (F32, of any shape, `step` among
-    /// them) and, as JSON under the metadata key `torch_optim`, `kind`, the class's name, and
+    /// The bytes are a safetensors file with `state.<index>.<name>` (F32, of any shape, `step`
+    /// among them) and, as JSON under the metadata key `torch_optim`, `kind`, the class's name, and
     /// `param_groups`:
     ///
     /// ```python
@@ -35,12 +35,12 @@ impl StateDict {
     ///     safetensors.torch.save_file(tensors, path, {"torch_optim": json.dumps(header)})
     /// ```
     ///
-    /// If the optimizer was created with `named_parameters()` (PyTorch 2.6), the names are read too, with the shapes of
-    /// the state.
+    /// If the optimizer was created with `named_parameters()` (PyTorch 2.6), the names are read
+    /// too, with the shapes of the state.
     ///
     /// PyTorch's implementation flags (`foreach`, `fused`, ...) and a scheduler's `initial_lr` are
-    /// ignored. PyTorch has no masters: load the weights too; the next step copies the masters of 16-bit weights from
-    /// them.
+    /// ignored. PyTorch has no masters: load the weights too; the next step copies the masters of
+    /// 16-bit weights from them.
     ///
     /// # Errors
     ///

@@ -1,6 +1,7 @@
 //! The book of a family of crates for training models on several processes, without Python.
 //!
-//! Each crate is usable alone, and none needs anything installed on a CPU. This crate has no code: it says where to begin.
+//! Each crate is usable alone, and none needs anything installed on a CPU. This crate has no code:
+//! it says where to begin.
 //!
 //! # Where to begin
 //!
@@ -22,12 +23,12 @@
 //! # The crates
 //!
 //! The name of a package is `gradstack-` and the name of its library, with `-` for `_`: the line
-//! `gradstack-collective = { path = "../gradstack/crates/collective" }` of a manifest gives `use
-//! collective::ProcessGroup`. They are not published yet; then `= "0.1"` will do. With candle, depend on
-//! `candle-core = "0.11.1"`: another 0.x has other types.
+//! `gradstack-collective = { path = "../gradstack/crates/collective" }` of a manifest gives
+//! `use collective::ProcessGroup`. They are not published yet; then `= "0.1"` will do. With candle,
+//! depend on `candle-core = "0.11.1"`: another 0.x has other types.
 //!
-//! The programs `launch` and `runner` are installed from the repository by `cargo install --path crates/launch` and
-//! `cargo install --path crates/runner`.
+//! The programs `launch` and `runner` are installed from the repository by
+//! `cargo install --path crates/launch` and `cargo install --path crates/runner`.
 //!
 //! | library | what it is | runs on |
 //! |---|---|---|

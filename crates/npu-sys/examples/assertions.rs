@@ -1,5 +1,5 @@
-//! Prints the tables as C++ assertions: `assertions runtime|operators right|wrong [ABSENT...]`, and their
-//! number to standard error. `assertions newer` prints the functions that CANN 8.1 lacks.
+//! Prints the tables as C++ assertions: `assertions runtime|operators right|wrong [ABSENT...]`, and
+//! their number to standard error. `assertions newer` prints the functions that CANN 8.1 lacks.
 
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "printing is its purpose")]
 

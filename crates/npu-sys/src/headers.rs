@@ -1,7 +1,8 @@
 //! Generates C++ assertions from the tables, to check them against CANN's headers.
 //!
-//! One `static_assert` for each function, type, field and constant. [`Text::wrong`] puts a plausible
-//! mistake into every assertion, so that none may hold: that shows that each assertion can fail.
+//! One `static_assert` for each function, type, field and constant. [`Text::wrong`] puts a
+//! plausible mistake into every assertion, so that none may hold: that shows that each assertion
+//! can fail.
 
 use std::fmt::Write;
 
@@ -37,8 +38,8 @@ pub struct Text {
 }
 
 impl Text {
-    /// Assertions that hold if the headers agree with the tables. Names in `absent`, which the headers do
-    /// not declare, are left out.
+    /// Assertions that hold if the headers agree with the tables. Names in `absent`, which the
+    /// headers do not declare, are left out.
     #[must_use]
     pub fn right(part: Part, absent: &[&str]) -> Self {
         Self::new(part, absent, false)

@@ -1,9 +1,10 @@
 //! Reads the version of an installed CANN from its installer's files.
 //!
-//! According to CANN's installation guide, "File Paths", versions 8.0 and 8.5, the version is a line such as
-//! `version=8.1.RC1` in `<home>/<arch>-linux/ascend_toolkit_install.info` (toolkit), `ascend_nnrt_install.info`
-//! in the same folder (nnrt) or `<home>/ascend_nnae_install.info` (nnae). Libraries are in `<home>/lib64`, which
-//! may be a link to `<arch>-linux/lib64`, or in `<home>/<package>/lib64`.
+//! According to CANN's installation guide, "File Paths", versions 8.0 and 8.5, the version is a
+//! line such as `version=8.1.RC1` in `<home>/<arch>-linux/ascend_toolkit_install.info` (toolkit),
+//! `ascend_nnrt_install.info` in the same folder (nnrt) or `<home>/ascend_nnae_install.info`
+//! (nnae). Libraries are in `<home>/lib64`, which may be a link to `<arch>-linux/lib64`, or in
+//! `<home>/<package>/lib64`.
 
 use std::env::consts::ARCH;
 use std::fs::File;

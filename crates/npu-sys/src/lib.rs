@@ -1,7 +1,7 @@
 //! Bindings to Ascend CANN, loaded at run time.
 //!
-//! Building and linking need no CANN: the libraries are opened with `dlopen` at the first use. If they
-//! are missing or lack a function, that is an error value:
+//! Building and linking need no CANN: the libraries are opened with `dlopen` at the first use. If
+//! they are missing or lack a function, that is an error value:
 //!
 //! ```
 //! match npu_sys::probe() {
@@ -19,13 +19,15 @@
 //!
 //! # Verification
 //!
-//! `.ci/ascend-headers` compiles every prototype of AscendCL and HCCL, the layout of their structs and every
-//! constant against the headers of the torch_npu wheels 2.14.0 and 2.5.1; the same rows with a mistake in each
-//! must all fail. All rows, including operators, passed the same check with the headers of CANN 8.1.RC1, except
-//! for four newer operators. Of those, `aclnnFusedSgd` and `aclnnFusedAdamw` were checked with the public headers
-//! of ops-nn 9.1.0 and 9.2.0-beta.2, and `aclnnAmpUpdateScale` and `aclnnForeachNonFiniteCheckAndUnscale` with
-//! the prototypes in public headers written by CANN's generator. The order of calls is tested on a simulator that
-//! enforces the rules of CANN's documentation. **Not tested on Ascend hardware or with real CANN libraries.**
+//! `.ci/ascend-headers` compiles every prototype of AscendCL and HCCL, the layout of their structs
+//! and every constant against the headers of the torch_npu wheels 2.14.0 and 2.5.1; the same rows
+//! with a mistake in each must all fail. All rows, including operators, passed the same check with
+//! the headers of CANN 8.1.RC1, except for four newer operators. Of those, `aclnnFusedSgd` and
+//! `aclnnFusedAdamw` were checked with the public headers of ops-nn 9.1.0 and 9.2.0-beta.2, and
+//! `aclnnAmpUpdateScale` and `aclnnForeachNonFiniteCheckAndUnscale` with the prototypes in public
+//! headers written by CANN's generator. The order of calls is tested on a simulator that enforces
+//! the rules of CANN's documentation. **Not tested on Ascend hardware or with real CANN
+//! libraries.**
 
 #[cfg(not(unix))]
 compile_error!("`npu-sys` needs Unix: it opens CANN by `dlopen`");

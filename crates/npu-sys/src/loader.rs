@@ -1,12 +1,12 @@
 //! Opens CANN's libraries and looks up their functions.
 //!
-//! A library is searched in `$ASCEND_HOME_PATH/lib64`, in the folders of `LD_LIBRARY_PATH`, and then by
-//! `dlopen`, which also searches the system's cache. It is opened once per process and never closed, since
-//! CANN cannot be unloaded; so its function pointers stay valid.
+//! A library is searched in `$ASCEND_HOME_PATH/lib64`, in the folders of `LD_LIBRARY_PATH`, and
+//! then by `dlopen`, which also searches the system's cache. It is opened once per process and
+//! never closed, since CANN cannot be unloaded; so its function pointers stay valid.
 //!
-//! CANN has moved functions between libraries, so a family of functions has several generations of library
-//! names. Only the first generation of which a library can be opened is used: two generations in one
-//! process would have two copies of the same state.
+//! CANN has moved functions between libraries, so a family of functions has several generations of
+//! library names. Only the first generation of which a library can be opened is used: two
+//! generations in one process would have two copies of the same state.
 
 #![expect(unsafe_code, reason = "runs the initializers of libraries")]
 
@@ -42,7 +42,8 @@ pub enum LoadError {
     MissingSymbol {
         /// The libraries that were searched.
         libraries: Vec<PathBuf>,
-        /// The version of the installed CANN, for example `8.0.RC3`; `None` without an installer's file.
+        /// The version of the installed CANN, for example `8.0.RC3`; `None` without an installer's
+        /// file.
         found: Option<String>,
         /// The function's C name.
         symbol: &'static str,
@@ -115,7 +116,8 @@ impl Libraries {
         unsafe { Self::open_first(&[generation]) }
     }
 
-    /// Opens the first generation of which a library can be opened. Each library has candidate paths.
+    /// Opens the first generation of which a library can be opened. Each library has candidate
+    /// paths.
     ///
     /// # Safety
     ///
@@ -146,7 +148,8 @@ impl Libraries {
         })
     }
 
-    /// The libraries and their version, for the errors of a table. Leaked, since a table is never freed.
+    /// The libraries and their version, for the errors of a table. Leaked, since a table is never
+    /// freed.
     pub(crate) fn origin(&self) -> &'static str {
         files(&self.paths(), self.version().as_deref()).leak()
     }
@@ -173,8 +176,9 @@ impl Libraries {
     }
 }
 
-/// Candidate paths of a library: in CANN's home, in the folders of `LD_LIBRARY_PATH` that have such a file,
-/// and the bare name. `dlopen` would search `LD_LIBRARY_PATH`, too, but not return the path.
+/// Candidate paths of a library: in CANN's home, in the folders of `LD_LIBRARY_PATH` that have such
+/// a file, and the bare name. `dlopen` would search `LD_LIBRARY_PATH`, too, but not return the
+/// path.
 fn candidates(home: Option<&Path>, path: &OsStr, name: &str) -> Vec<PathBuf> {
     let in_home = home.map(|home| home.join("lib64").join(name));
     let in_path = env::split_paths(path).filter(|folder| !folder.as_os_str().is_empty());

@@ -1,4 +1,5 @@
-//! An operator's plan: the result of `aclnn...GetWorkspaceSize`, which its second function executes.
+//! An operator's plan: the result of `aclnn...GetWorkspaceSize`, which its second function
+//! executes.
 
 #![expect(unsafe_code, reason = "calls C by function pointer")]
 
@@ -33,12 +34,12 @@ impl Plan {
     ///
     /// # Safety
     ///
-    /// `workspace` must be at least [`workspace_bytes`](Self::workspace_bytes) of device memory that nothing
-    /// else uses; it and the tensors must be valid until the operator has run. The stream must belong to this
-    /// thread's context.
+    /// `workspace` must be at least [`workspace_bytes`](Self::workspace_bytes) of device memory
+    /// that nothing else uses; it and the tensors must be valid until the operator has run. The
+    /// stream must belong to this thread's context.
     pub unsafe fn run(self, workspace: *mut c_void, stream: AclrtStream) -> Result<()> {
-        // SAFETY: the executor belongs to this plan and runs once, since `self` is consumed; the caller
-        // guarantees workspace and stream.
+        // SAFETY: the executor belongs to this plan and runs once, since `self` is consumed; the
+        // caller guarantees workspace and stream.
         let status = unsafe { (self.run)(workspace, self.workspace_bytes, self.executor, stream) };
         status.checked(self.operator)
     }

@@ -43,8 +43,8 @@ impl fmt::Display for Devices {
 
 /// Returns this process's NPUs.
 ///
-/// Loads and initializes AscendCL unless that has been done, and leaves it initialized, since not every
-/// version can be initialized twice.
+/// Loads and initializes AscendCL unless that has been done, and leaves it initialized, since not
+/// every version can be initialized twice.
 ///
 /// # Errors
 ///

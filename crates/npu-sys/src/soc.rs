@@ -33,8 +33,9 @@ impl Soc {
         &self.name
     }
 
-    /// Whether the chip supports bf16, operators on tensor lists, and infinite f16: true for the second
-    /// generation and later. `Ascend910B` without a digit after it is of the first generation.
+    /// Whether the chip supports bf16, operators on tensor lists, and infinite f16: true for the
+    /// second generation and later. `Ascend910B` without a digit after it is of the first
+    /// generation.
     #[must_use]
     pub fn is_second_generation(&self) -> bool {
         let digit = |rest: &str| rest.starts_with(|c: char| c.is_ascii_digit());

@@ -1,5 +1,5 @@
-//! Macros that generate, from the rows in `sys`, tables of function pointers looked up by name, and one Rust
-//! method for each C function, which returns the status as a [`Result`].
+//! Macros that generate, from the rows in `sys`, tables of function pointers looked up by name, and
+//! one Rust method for each C function, which returns the status as a [`Result`].
 
 use std::ffi::c_char;
 
@@ -89,8 +89,8 @@ macro_rules! found {
                     std::sync::OnceLock::new();
                 let load = || {
                     let libraries = $crate::loader::Libraries::of_cann($libraries)?;
-                    // SAFETY: these are CANN's libraries, in the folders that the user's environment
-                    // sets for CANN; its headers have the prototypes of this table.
+                    // SAFETY: these are CANN's libraries, in the folders that the user's
+                    // environment sets for CANN; its headers have the prototypes of this table.
                     unsafe { Self::from_symbols(&|name| libraries.symbol(name)) }
                         .map(|table| Self { origin: Some(libraries.origin()), ..table })
                         .map_err(|error| libraries.explain(error))
@@ -98,8 +98,8 @@ macro_rules! found {
                 FOUND.get_or_init(load).as_ref().map_err(Clone::clone)
             }
 
-            /// Loads the table from those of `paths` that can be opened. A function that several have is
-            /// taken from the first.
+            /// Loads the table from those of `paths` that can be opened. A function that several
+            /// have is taken from the first.
             ///
             /// # Errors
             ///
@@ -126,8 +126,8 @@ pub(crate) use found;
 macro_rules! address_as {
     ($find:expr, $name:expr, $prototype:ty) => {
         $find($name).map(|address| {
-            // SAFETY: not null; the caller guarantees the prototype. On CANN's platforms, function and
-            // data pointers have the same representation.
+            // SAFETY: not null; the caller guarantees the prototype. On CANN's platforms, function
+            // and data pointers have the same representation.
             unsafe { std::mem::transmute::<*mut std::ffi::c_void, $prototype>(address.as_ptr()) }
         })
     };
@@ -185,7 +185,8 @@ macro_rules! bind {
             ///
             /// # Safety
             ///
-            /// Each address must be of a function with the declared prototype, for the life of the process.
+            /// Each address must be of a function with the declared prototype, for the life of the
+            /// process.
             pub unsafe fn from_symbols(
                 find: &dyn Fn(&'static str) -> Option<std::ptr::NonNull<std::ffi::c_void>>,
             ) -> Result<Self, $crate::LoadError> {
@@ -213,7 +214,8 @@ macro_rules! bind {
                 pub unsafe fn $f(
                     &self, $($a: $t),*
                 ) -> $crate::Result<<$r as $crate::table::Returned>::Value> {
-                    // SAFETY: the caller follows the function's rules; the type is the declared one.
+                    // SAFETY: the caller follows the function's rules; the type is the declared
+                    // one.
                     let returned = unsafe { (self.$f)($($a),*) };
                     $crate::table::Returned::checked(returned, stringify!($f))
                 }
@@ -224,7 +226,8 @@ macro_rules! bind {
                 ///
                 /// # Errors
                 ///
-                /// A status that is not success; `Error::NoFunction` if this CANN lacks the function.
+                /// A status that is not success; `Error::NoFunction` if this CANN lacks the
+                /// function.
                 ///
                 /// # Safety
                 ///
@@ -236,7 +239,8 @@ macro_rules! bind {
                         function: stringify!($of),
                         origin: self.origin,
                     })?;
-                    // SAFETY: the caller follows the function's rules; the type is the declared one.
+                    // SAFETY: the caller follows the function's rules; the type is the declared
+                    // one.
                     let returned = unsafe { function($($oa),*) };
                     $crate::table::Returned::checked(returned, stringify!($of))
                 }
@@ -257,8 +261,8 @@ macro_rules! since {
 }
 pub(crate) use since;
 
-/// Generates from the operators' rows the struct of their functions, and for each a method that returns a
-/// [`Plan`](crate::Plan).
+/// Generates from the operators' rows the struct of their functions, and for each a method that
+/// returns a [`Plan`](crate::Plan).
 macro_rules! bind_ops {
     (
         $(#[$meta:meta])*
@@ -321,7 +325,8 @@ macro_rules! bind_ops {
             ///
             /// # Safety
             ///
-            /// Each address must be of a function with the declared prototype, for the life of the process.
+            /// Each address must be of a function with the declared prototype, for the life of the
+            /// process.
             pub unsafe fn from_symbols(
                 find: &dyn Fn(&'static str) -> Option<std::ptr::NonNull<std::ffi::c_void>>,
             ) -> Result<Self, $crate::LoadError> {
@@ -355,7 +360,8 @@ macro_rules! bind_ops {
                 ///
                 /// # Errors
                 ///
-                /// A status that is not success; `Error::NoFunction` if this CANN lacks the function.
+                /// A status that is not success; `Error::NoFunction` if this CANN lacks the
+                /// function.
                 ///
                 /// # Safety
                 ///

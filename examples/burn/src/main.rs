@@ -1,15 +1,17 @@
-//! A burn program on two processes: burn computes losses and gradients, `collective` averages the gradients, `amp`
-//! scales the loss, `fused-optim` steps.
+//! A burn program on two processes: burn computes losses and gradients, `collective` averages the
+//! gradients, `amp` scales the loss, `fused-optim` steps.
 //!
 //! ```sh
 //! cargo run --manifest-path examples/burn/Cargo.toml
 //! ```
 //!
-//! It starts itself as two ranks, each of which has half of the batch, trains the same model on the whole batch with
-//! burn's AdamW in one process, and fails if a loss differs by more than [`TOLERANCE`].
+//! It starts itself as two ranks, each of which has half of the batch, trains the same model on the
+//! whole batch with burn's AdamW in one process, and fails if a loss differs by more than
+//! [`TOLERANCE`].
 //!
-//! All of it is on the CPU. With a model on a GPU the same program copies the gradients to the host and the weights
-//! back at each step, and waits for the device at each copy: 8 bytes for each f32 parameter. `bin/f16.rs` steps on the device.
+//! All of it is on the CPU. With a model on a GPU the same program copies the gradients to the host
+//! and the weights back at each step, and waits for the device at each copy: 8 bytes for each f32
+//! parameter. `bin/f16.rs` steps on the device.
 
 use std::error::Error;
 use std::net::TcpListener;
@@ -30,7 +32,8 @@ const STEPS: usize = 50;
 const BATCH: usize = 64;
 const FEATURES: usize = 8;
 const LR: f64 = 1e-2;
-/// Largest relative difference of two losses: sums are taken in another order, and each optimizer rounds in its own way.
+/// Largest relative difference of two losses: sums are taken in another order, and each optimizer
+/// rounds in its own way.
 const TOLERANCE: f32 = 1e-4;
 
 fn main() -> Result<()> {
@@ -118,7 +121,8 @@ fn train_rank(topology: &Topology) -> Result<()> {
         let mut params: Vec<_> = (weights.iter_mut().zip(&grads))
             .map(|(weight, grad)| ParamMut::new(&mut weight[..], Some(Slice::F32(grad))))
             .collect();
-        // Undoes the scale, and skips the step if a gradient is infinite: on all ranks, which have equal gradients.
+        // Undoes the scale, and skips the step if a gradient is infinite: on all ranks, which have
+        // equal gradients.
         let grad_scale = scaler.inv_scale();
         let ctl = StepCtl { grad_scale, found_inf: FoundInf::Check, ..StepCtl::PLAIN };
         let applied = adamw.step(&mut params, &ctl)?;

@@ -14,7 +14,8 @@ use std::process::Command;
 
 use candle_core::Result;
 
-/// Runs `body` in a process of its own, which it may end; returns whether it came to its end, and its output.
+/// Runs `body` in a process of its own, which it may end; returns whether it came to its end, and
+/// its output.
 fn alone(test: &str, body: impl FnOnce() -> Result<()>) -> Option<(bool, String)> {
     if env::var_os("ALONE").is_some() {
         body().unwrap();

@@ -1,7 +1,8 @@
 //! candle's operators on the fake GPU beside the CPU: values, and gradients where there are any.
 //!
-//! What runs is candle's own CUDA backend and its kernels; only who executes them is not NVIDIA. Both
-//! sides may be wrong alike (candle's gradients of some operators are): here they have to be equal.
+//! What runs is candle's own CUDA backend and its kernels; only who executes them is not NVIDIA.
+//! Both sides may be wrong alike (candle's gradients of some operators are): here they have to be
+//! equal.
 
 #![expect(clippy::disallowed_methods, reason = "both sides are candle's own, wrong or right")]
 
@@ -9,7 +10,8 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
-/// Numbers between 0.25 and 2, of either sign and all different: none lies at a kink, none is far from 1.
+/// Numbers between 0.25 and 2, of either sign and all different: none lies at a kink, none is far
+/// from 1.
 fn numbers(shape: &[usize], seed: usize) -> Result<Tensor> {
     let count = shape.iter().product::<usize>();
     let draw = |i: usize| {

@@ -119,7 +119,8 @@ fn a_product_of_types_it_has_not_is_refused() {
     );
 }
 
-/// Launches `kernel` of a source, compiled as candle's are, on one block, and gives what it left of 0 to 63.
+/// Launches `kernel` of a source, compiled as candle's are, on one block, and gives what it left of
+/// 0 to 63.
 fn launch(source: &str, block_dim: (u32, u32, u32), shift: u64) -> Result<Vec<f32>> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(std::process::id().to_string());
     fs::create_dir_all(&folder)?;

@@ -1,4 +1,5 @@
-//! The program runs, and what it trains learns; `VarOptimizer` steps variables on a GPU as on the CPU.
+//! The program runs, and what it trains learns; `VarOptimizer` steps variables on a GPU as on the
+//! CPU.
 
 use std::process::Command;
 

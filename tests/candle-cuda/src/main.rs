@@ -1,8 +1,8 @@
 //! candle's tensors on a GPU, stepped by `fused-optim` and cast by `amp`: a small training.
 //!
-//! candle and our crates share one cudarc, so a tensor's memory is a `CudaSlice` to both, and candle's
-//! stream is the optimizer's: nothing is copied and nobody waits. `.ci/devices` checks that all of it
-//! builds together.
+//! candle and our crates share one cudarc, so a tensor's memory is a `CudaSlice` to both, and
+//! candle's stream is the optimizer's: nothing is copied and nobody waits. `.ci/devices` checks
+//! that all of it builds together.
 
 #![expect(clippy::print_stdout, reason = "what it trains is read by a test")]
 #![expect(unsafe_code, reason = "tensors are lent by their addresses")]

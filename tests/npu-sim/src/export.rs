@@ -154,7 +154,8 @@ macro_rules! family {
 
         pub(crate) fn $table(absent: &[&str]) -> $rust {
             let find = |name| if absent.contains(&name) { None } else { $module::symbol(name) };
-            // SAFETY: the functions are this file's, exported by the rows that the table is made of.
+            // SAFETY: the functions are this file's, exported by the rows that the table is made
+            // of.
             let table = unsafe { <$rust>::from_symbols(&find) };
             table.expect("every required row is exported")
         }

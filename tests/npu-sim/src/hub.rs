@@ -1,5 +1,5 @@
-//! Where the ranks of a communicator meet: every operation goes through one thread of the root, which
-//! collects what the ranks send, folds it in the order of ranks, and sends each its result.
+//! Where the ranks of a communicator meet: every operation goes through one thread of the root,
+//! which collects what the ranks send, folds it in the order of ranks, and sends each its result.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -210,8 +210,9 @@ fn fold(frames: &[Frame]) -> Vec<Frame> {
     }
 }
 
-/// Folds in the order of ranks: integers wrap, floats add up in f32 and are rounded once. Where a chip's f16
-/// saturates it does so here, too; no document says that this sets the overflow flag, so it does not.
+/// Folds in the order of ranks: integers wrap, floats add up in f32 and are rounded once. Where a
+/// chip's f16 saturates it does so here, too; no document says that this sets the overflow flag, so
+/// it does not.
 fn reduce(sent: &[&[u8]], dtype: HcclDataType, op: HcclReduceOp) -> Vec<u8> {
     match dtype {
         HcclDataType::INT8 => {

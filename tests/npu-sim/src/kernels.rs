@@ -1,4 +1,5 @@
-//! What operators compute, as plain loops: everything is read, computed in f32, rounded once, written.
+//! What operators compute, as plain loops: everything is read, computed in f32, rounded once,
+//! written.
 
 use half::{bf16, f16};
 use npu_sys::sys::AclDataType;
@@ -18,7 +19,8 @@ pub(crate) struct Kernel {
     pub(crate) compute: Compute,
 }
 
-/// From the inputs' numbers to the outputs'; to nothing from numbers that the operator's documents forbid.
+/// From the inputs' numbers to the outputs'; to nothing from numbers that the operator's documents
+/// forbid.
 pub(crate) type Compute = std::sync::Arc<dyn Fn(&[Numbers]) -> Vec<Numbers> + Send + Sync>;
 
 /// What a kernel reports that followed a bad address.
@@ -113,8 +115,8 @@ pub(crate) fn to_half(number: f64, saturates: bool) -> (f16, bool) {
     }
 }
 
-/// Whether an input of these dimensions goes with an output of those: from the last one on each is the
-/// same, or 1, or missing.
+/// Whether an input of these dimensions goes with an output of those: from the last one on each is
+/// the same, or 1, or missing.
 pub(crate) fn broadcasts(from: &[usize], to: &[usize]) -> bool {
     let pairs = from.iter().rev().zip(to.iter().rev());
     from.len() <= to.len() && pairs.into_iter().all(|(from, to)| from == to || *from == 1)

@@ -1,8 +1,8 @@
 //! Memory of devices, and pinned memory of the host.
 //!
-//! A device's memory is memory of the host under another address: one bit that no real address has is
-//! set, so that following it crashes. Before and after every allocation lies a margin, and what is in it
-//! at first is NaN in every floating type.
+//! A device's memory is memory of the host under another address: one bit that no real address has
+//! is set, so that following it crashes. Before and after every allocation lies a margin, and what
+//! is in it at first is NaN in every floating type.
 
 #![expect(unsafe_code, reason = "allocates by hand, to know alignment and margins")]
 

@@ -1,7 +1,7 @@
 //! What a caller's pointers lead to. Every pointer from C is followed here and nowhere else.
 //!
-//! By the contract of C a pointer is null or leads to as much as the function's documents say; the one
-//! mistake that is looked for is an address of a device where one of the host belongs.
+//! By the contract of C a pointer is null or leads to as much as the function's documents say; the
+//! one mistake that is looked for is an address of a device where one of the host belongs.
 
 #![expect(unsafe_code, reason = "follows pointers of C")]
 
@@ -49,7 +49,7 @@ pub(crate) fn read(from: *const u8, bytes: usize) -> Vec<u8> {
 
 /// Writes bytes of the host.
 pub(crate) fn write(to: *mut u8, from: &[u8]) {
-    // SAFETY: by the contract of C, or of the block that it is of, a place for as many bytes; `from` is
-    // borrowed, so it is other memory.
+    // SAFETY: by the contract of C, or of the block that it is of, a place for as many bytes;
+    // `from` is borrowed, so it is other memory.
     unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
 }

@@ -1,5 +1,5 @@
-//! Programs on the safe layer of `npu-sys`, operators among them, made of bytes, beside a model of plain
-//! memory.
+//! Programs on the safe layer of `npu-sys`, operators among them, made of bytes, beside a model of
+//! plain memory.
 //!
 //! Whatever the bytes, no rule may be broken, nothing left, and every byte read as the model says.
 

@@ -65,7 +65,8 @@ impl Config {
         config
     }
 
-    /// The physical devices this process sees: ascending numbers, up to the first token that is none.
+    /// The physical devices this process sees: ascending numbers, up to the first token that is
+    /// none.
     fn visible_devices(&self) -> Vec<usize> {
         let of_environment = || env::var("ASCEND_RT_VISIBLE_DEVICES").ok();
         let Some(text) = self.visible.clone().or_else(of_environment) else {
@@ -285,7 +286,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Makes a call fail with `code`: the `nth` from now of the C function of this name, 1 the next.
+    /// Makes a call fail with `code`: the `nth` from now of the C function of this name, 1 the
+    /// next.
     pub fn fail(&self, function: &str, nth: usize, code: i32) {
         let after = nth.saturating_sub(1);
         world().faults.push(Fault { function: function.into(), after, code });

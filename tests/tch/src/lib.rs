@@ -1,9 +1,11 @@
-//! `runner`'s engine for models of the `tch` crate: libtorch's operators and automatic differentiation under
-//! our optimizers, data parallelism, checkpoints and hooks. To be copied into a program of one's own.
+//! `runner`'s engine for models of the `tch` crate: libtorch's operators and automatic
+//! differentiation under our optimizers, data parallelism, checkpoints and hooks. To be copied into
+//! a program of one's own.
 //!
-//! Parameters are lent as slices of libtorch's own memory, nothing is copied, and each gradient is reported
-//! while backward still runs, by hooks that tch does not know of (`shim.cpp`). Parameters are f32 on the CPU;
-//! for half precision there is autocast. libtorch's random numbers (dropout) are not part of a checkpoint.
+//! Parameters are lent as slices of libtorch's own memory, nothing is copied, and each gradient is
+//! reported while backward still runs, by hooks that tch does not know of (`shim.cpp`). Parameters
+//! are f32 on the CPU; for half precision there is autocast. libtorch's random numbers (dropout)
+//! are not part of a checkpoint.
 //!
 //! `tests/it/numerics.rs` trains networks here and in candle and compares every number.
 //!
@@ -59,7 +61,8 @@ pub trait TchModel {
     ///
     /// # Errors
     ///
-    /// A field missing in the batch. A shape that does not fit is a panic in tch's layers, and may be one here.
+    /// A field missing in the batch. A shape that does not fit is a panic in tch's layers, and may
+    /// be one here.
     fn loss(&self, batch: &Batch) -> Result<Tensor>;
 
     /// Named outputs in evaluation mode, the first dimension of each being the batch.
@@ -84,18 +87,19 @@ struct Variables {
 }
 
 impl<M: TchModel> TchEngine<M> {
-    /// Builds a model on the CPU, whose initial values libtorch draws from `cx`' seed. Parameters are numbered
-    /// as `build` makes them; variables that need no gradient are buffers, in order of their names.
+    /// Builds a model on the CPU, whose initial values libtorch draws from `cx`' seed. Parameters
+    /// are numbered as `build` makes them; variables that need no gradient are buffers, in order of
+    /// their names.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] if `cx` asks for half parameters; naming a variable that is not contiguous f32, or is
-    /// empty.
+    /// [`Error::Engine`] if `cx` asks for half parameters; naming a variable that is not contiguous
+    /// f32, or is empty.
     ///
     /// # Safety
     ///
-    /// The variables' memory is the model's alone: no two variables share any, and no tensor that `build`
-    /// left elsewhere is used, on any thread, while the engine lends parameters or buffers.
+    /// The variables' memory is the model's alone: no two variables share any, and no tensor that
+    /// `build` left elsewhere is used, on any thread, while the engine lends parameters or buffers.
     #[expect(unsafe_code, reason = "what libtorch shares freely is lent as exclusive slices")]
     pub unsafe fn new(cx: &ModelContext, build: impl FnOnce(&Path<'_>) -> M) -> Result<Self> {
         if cx.dtype != DType::F32 {

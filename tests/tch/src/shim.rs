@@ -1,9 +1,9 @@
 //! The unsafe part: variables' memory as slices, and `shim.cpp`.
 //!
-//! Invariants. A [`Variable`] is a leaf on the CPU, of f32, contiguous, not empty; its maker vouches that
-//! nobody else touches its memory while it is lent. A hook in libtorch holds no pointer to anything here,
-//! only a tag: it asks the thread that runs backward whether it waits for that tag's gradient, so a variable
-//! may outlive its engine.
+//! Invariants. A [`Variable`] is a leaf on the CPU, of f32, contiguous, not empty; its maker
+//! vouches that nobody else touches its memory while it is lent. A hook in libtorch holds no
+//! pointer to anything here, only a tag: it asks the thread that runs backward whether it waits for
+//! that tag's gradient, so a variable may outlive its engine.
 
 #![expect(unsafe_code, reason = "C++ is called, and calls back")]
 
@@ -46,7 +46,8 @@ impl Variable {
     ///
     /// # Safety
     ///
-    /// While a slice of [`lend`](Self::lend) lives, nobody else may read, write or free the tensor's memory.
+    /// While a slice of [`lend`](Self::lend) lives, nobody else may read, write or free the
+    /// tensor's memory.
     pub(crate) unsafe fn new(name: &str, tensor: Tensor) -> Result<Self> {
         let variable = Self(tensor);
         if !variable.is_plain() {
@@ -85,9 +86,9 @@ impl Variable {
             return Err(Error::Engine(format!("a variable has become {:?}", self.0)));
         }
         let (data, count) = (self.0.data_ptr().cast::<f32>(), self.0.numel());
-        // SAFETY: `is_plain` was just asked: `count` floats lie at `data` in host memory, one after the other.
-        // `self.0` keeps them allocated, and `new`'s caller promised that they are ours alone as long as `self`
-        // is borrowed.
+        // SAFETY: `is_plain` was just asked: `count` floats lie at `data` in host memory, one after
+        // the other. `self.0` keeps them allocated, and `new`'s caller promised that they are ours
+        // alone as long as `self` is borrowed.
         Ok(unsafe { std::slice::from_raw_parts_mut(data, count) })
     }
 }
@@ -103,8 +104,9 @@ pub(crate) fn report(variables: &[Variable]) -> Result<Range<usize>> {
     let tags = first..first + variables.len();
     for (tag, Variable(tensor)) in tags.clone().zip(variables) {
         let tensor = tensor.as_ptr().cast();
-        // SAFETY: tch's handle is an `at::Tensor *`, alive as `variables` is borrowed; `ready` is of the type
-        // that `shim.cpp` calls it as, and does not unwind; nothing is thrown out of the call.
+        // SAFETY: tch's handle is an `at::Tensor *`, alive as `variables` is borrowed; `ready` is
+        // of the type that `shim.cpp` calls it as, and does not unwind; nothing is thrown out of
+        // the call.
         if unsafe { tch_engine_report(tensor, ready, tag) } == 0 {
             return Err(Error::Engine("libtorch takes no hook for a variable".to_owned()));
         }
@@ -125,7 +127,8 @@ thread_local! {
 
 /// Runs backward from `loss`, and `sink` on each gradient of those `tags` as it becomes ready.
 ///
-/// On the CPU libtorch runs backward on the thread that asks for it, so that is where `sink` is called.
+/// On the CPU libtorch runs backward on the thread that asks for it, so that is where `sink` is
+/// called.
 ///
 /// # Errors
 ///
@@ -146,8 +149,9 @@ extern "C" fn ready(tag: usize, gradient: *const f32, count: usize) -> Answer {
         Some((pass.sink.clone(), tag - pass.tags.start))
     });
     let Some((sink, index)) = waits else { return Answer::Elsewhere };
-    // SAFETY: `shim.cpp` calls this with a tensor's `count` floats that lie one after the other in host memory,
-    // and holds that tensor until we return; `count` is a variable's, so there are some.
+    // SAFETY: `shim.cpp` calls this with a tensor's `count` floats that lie one after the other in
+    // host memory, and holds that tensor until we return; `count` is a variable's, so there are
+    // some.
     let gradient = unsafe { std::slice::from_raw_parts(gradient, count) };
     // What unwinds would abort the process at C++'s door.
     let taken = catch_unwind(AssertUnwindSafe(|| sink.lock().ready(index, Slice::F32(gradient))));

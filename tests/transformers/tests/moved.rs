@@ -1,4 +1,5 @@
-//! Moved models beside stock candle's: the same forward, gradients of differences, and where stock's end.
+//! Moved models beside stock candle's: the same forward, gradients of differences, and where
+//! stock's end.
 
 use std::collections::HashMap;
 

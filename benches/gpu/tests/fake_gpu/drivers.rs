@@ -121,8 +121,8 @@ fn kept_versions(folder: &str) -> Vec<String> {
     versions
 }
 
-/// With two compilers: the driver of the older one selects the older, the driver of the newer one the newer, unless it
-/// rejects its code. The same holds for cached code.
+/// With two compilers: the driver of the older one selects the older, the driver of the newer one
+/// the newer, unless it rejects its code. The same holds for cached code.
 #[test]
 fn the_newest_compiler_that_the_driver_can_load_is_used() {
     let test = "drivers::the_newest_compiler_that_the_driver_can_load_is_used";
@@ -274,8 +274,8 @@ fn uploaded_memory_may_be_overwritten_after_the_call() {
     });
 }
 
-/// A step consists of launches only, so a captured one runs at each replay of the graph. Uploads of new values cannot
-/// be captured: they are errors and change nothing.
+/// A step consists of launches only, so a captured one runs at each replay of the graph. Uploads of
+/// new values cannot be captured: they are errors and change nothing.
 #[test]
 fn a_step_can_be_captured_but_an_upload_cannot() {
     let test = "drivers::a_step_can_be_captured_but_an_upload_cannot";

@@ -15,12 +15,14 @@ use collective::device::DeviceStream;
 #[derive(Debug)]
 pub(crate) struct Fake(usize);
 
-/// Runs a test, by its name, in a new process in which the fake replaces the driver, NVRTC and NCCL.
+/// Runs a test, by its name, in a new process in which the fake replaces the driver, NVRTC and
+/// NCCL.
 pub(crate) fn with_fake(test: &str, body: impl FnOnce(&'static Fake)) {
     with_fake_and(test, &[], body);
 }
 
-/// As [`with_fake`], with environment variables; a test may call this several times with different ones.
+/// As [`with_fake`], with environment variables; a test may call this several times with different
+/// ones.
 pub(crate) fn with_fake_and(
     test: &str,
     variables: &[(&str, &str)],
@@ -68,8 +70,8 @@ const RAN: &str = "on the fake GPU";
 /// Environment variable: the number of the child among those of a test.
 const VARIABLES: &str = "GPU_BENCH_VARIABLES";
 
-/// Compiles the fake, unless that was done since its last change, into a folder, under every library name that is
-/// searched.
+/// Compiles the fake, unless that was done since its last change, into a folder, under every
+/// library name that is searched.
 fn build() -> PathBuf {
     compile("gpu", &[])
 }
@@ -181,7 +183,8 @@ impl Fake {
         unsafe { call(function.as_ptr(), device as c_int, nth, 0, code) }
     }
 
-    /// Allows kernels to access the test's memory until [`take_back`](Self::take_back); returns its address.
+    /// Allows kernels to access the test's memory until [`take_back`](Self::take_back); returns its
+    /// address.
     pub(crate) fn lend<T>(&self, values: &mut [T]) -> u64 {
         // SAFETY: that is its prototype.
         let call: unsafe extern "C" fn(*mut c_void, usize) =
@@ -210,8 +213,8 @@ impl Fake {
         unsafe { DeviceStream::from_raw(raw) }
     }
 
-    /// Captures the work that `body` enqueues on the stream into a graph, replays it `times` times, and returns the
-    /// result of `body`.
+    /// Captures the work that `body` enqueues on the stream into a graph, replays it `times` times,
+    /// and returns the result of `body`.
     pub(crate) fn captured<T>(
         &self,
         stream: DeviceStream,

@@ -1,8 +1,8 @@
-//! The whole path on a fake GPU: the calls of cudarc, NVRTC and NCCL, the cubin cache, arguments, streams and the
-//! kernels. Needs no GPU.
+//! The whole path on a fake GPU: the calls of cudarc, NVRTC and NCCL, the cubin cache, arguments,
+//! streams and the kernels. Needs no GPU.
 //!
-//! The tests call the C interface as `times.py` does, and the reducer of `collective` with the optimizers of
-//! `fused-optim`.
+//! The tests call the C interface as `times.py` does, and the reducer of `collective` with the
+//! optimizers of `fused-optim`.
 
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, reason = "a test")]
@@ -340,8 +340,8 @@ fn gradient(pass: u64, rank: usize, tensor: usize) -> Vec<f32> {
     values
 }
 
-/// Two ranks check their buckets after the all-reduce: weights, `found_inf` and norm equal those of the CPU with the
-/// averages, and the step does not check a gradient again.
+/// Two ranks check their buckets after the all-reduce: weights, `found_inf` and norm equal those of
+/// the CPU with the averages, and the step does not check a gradient again.
 #[test]
 fn gradients_are_checked_once_after_their_all_reduce() {
     with_fake("gradients_are_checked_once_after_their_all_reduce", |fake| {
@@ -447,7 +447,8 @@ fn a_step_waits_for_the_checks_without_blocking_the_host() {
     });
 }
 
-/// An error of a launch in the epilogue becomes the reducer's error, with the driver's name of the error.
+/// An error of a launch in the epilogue becomes the reducer's error, with the driver's name of the
+/// error.
 #[test]
 fn a_failed_epilogue_is_an_error_of_the_average() {
     with_fake("a_failed_epilogue_is_an_error_of_the_average", |fake| {

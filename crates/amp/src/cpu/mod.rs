@@ -3,9 +3,9 @@
 //! Invariant: every instruction set compiles the loops of [`scalar`], so all give equal bits. F16C
 //! and its fallback, the `half` crate, agree on every input.
 //!
-//! aarch64 needs no dispatch: NEON belongs to the target, so the compiler vectorizes the loops, four
-//! elements at a time. f16 is converted by `half`, which detects `fp16` and uses `fcvtl` and `fcvtn`; the
-//! intrinsics for these are not stable yet.
+//! aarch64 needs no dispatch: NEON belongs to the target, so the compiler vectorizes the loops,
+//! four elements at a time. f16 is converted by `half`, which detects `fp16` and uses `fcvtl` and
+//! `fcvtn`; the intrinsics for these are not stable yet.
 
 mod scalar;
 #[cfg(target_arch = "x86_64")]

@@ -1,11 +1,12 @@
-//! The loops as scalar code, which define the results; `x86_64.rs` compiles them for wider registers.
+//! The loops as scalar code, which define the results; `x86_64.rs` compiles them for wider
+//! registers.
 
 use half::bf16;
 
 use super::Kernel;
 
-/// The bits of an f32 without its sign. As integers they order like magnitudes: finite values, infinity,
-/// NaNs.
+/// The bits of an f32 without its sign. As integers they order like magnitudes: finite values,
+/// infinity, NaNs.
 #[inline(always)]
 const fn magnitude(x: f32) -> u32 {
     x.to_bits() & 0x7fff_ffff

@@ -1,9 +1,9 @@
 //! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C and AVX-512.
 //!
 //! [`Isa`] inlines [`Kernel::run`] into a function with wider registers enabled, which the compiler
-//! vectorizes. Rust never contracts `a * b + c` into one rounding, so the bits are those of the scalar
-//! loop. [`F16c`] converts with the bits of the `half` crate; on slices in a cache it takes a fifth of the
-//! time.
+//! vectorizes. Rust never contracts `a * b + c` into one rounding, so the bits are those of the
+//! scalar loop. [`F16c`] converts with the bits of the `half` crate; on slices in a cache it takes
+//! a fifth of the time.
 //!
 //! Invariant: an [`Isa`] or [`F16c`] exists only if this processor has its instructions; their
 //! constructors check that.
@@ -74,8 +74,8 @@ fn with_avx512<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
 
-/// A token: this processor converts f16 in hardware, 8 or 16 at a time, rounded to nearest even, with
-/// subnormals, making NaNs quiet.
+/// A token: this processor converts f16 in hardware, 8 or 16 at a time, rounded to nearest even,
+/// with subnormals, making NaNs quiet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct F16c(Width);
 
@@ -99,7 +99,8 @@ impl F16c {
         is_x86_feature_detected!("avx512f").then_some(Self(Width::Avx512))
     }
 
-    /// Converts as many elements as fill whole registers; returns their number. The slices are equally long.
+    /// Converts as many elements as fill whole registers; returns their number. The slices are
+    /// equally long.
     pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
         match self.0 {
             // SAFETY: `Self::avx` made this value, so the processor has AVX and F16C.
@@ -109,7 +110,8 @@ impl F16c {
         }
     }
 
-    /// Converts as many elements as fill whole registers; returns their number. The slices are equally long.
+    /// Converts as many elements as fill whole registers; returns their number. The slices are
+    /// equally long.
     pub(super) fn narrow(self, input: &[f32], output: &mut [f16]) -> usize {
         match self.0 {
             // SAFETY: `Self::avx` made this value, so the processor has AVX and F16C.
@@ -159,7 +161,8 @@ fn narrow8(input: &[f32], output: &mut [u16]) -> usize {
     8 * output.len()
 }
 
-/// Stores the halves of two registers at once, since converting to memory is slower than to a register.
+/// Stores the halves of two registers at once, since converting to memory is slower than to a
+/// register.
 #[target_feature(enable = "avx512f")]
 fn narrow32(input: &[f32], output: &mut [u16]) -> usize {
     let (input, output) = (input.as_chunks::<32>().0, output.as_chunks_mut::<32>().0);

@@ -1,4 +1,5 @@
-//! Checks NVRTC's machine code of the kernels: no spills, no generic accesses, accesses of 16 bytes, register limits.
+//! Checks NVRTC's machine code of the kernels: no spills, no generic accesses, accesses of 16
+//! bytes, register limits.
 
 use cuda_rt::testing::{self, Limits};
 

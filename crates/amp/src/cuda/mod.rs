@@ -1,13 +1,15 @@
 //! Casts and the loss scale on an NVIDIA GPU (feature `cuda`).
 //!
-//! [`cast`] gives the same bits as [`amp::cast`](crate::cast()). [`CudaScaler`] is a [`LossScaler`] whose
-//! scale, growth count and `found_inf` are in device memory: it never synchronizes with the host, and its
-//! launches can be captured in a CUDA graph. The tests compile the kernels for the CPU and compare.
+//! [`cast`] gives the same bits as [`amp::cast`](crate::cast()). [`CudaScaler`] is a [`LossScaler`]
+//! whose scale, growth count and `found_inf` are in device memory: it never synchronizes with the
+//! host, and its launches can be captured in a CUDA graph. The tests compile the kernels for the
+//! CPU and compare.
 //!
 //! Building needs no CUDA. The driver (`libcuda.so.1`) and NVRTC are loaded at run time; if one is
-//! missing or too old, the error lists the searched paths and what to install. `$NVRTC_LIBRARY` sets the
-//! path of NVRTC. Compiled kernels are cached in `$CUBIN_CACHE` (empty: not cached), by default in
-//! `cuda-rt/cubin` in the user's cache folder; with a cache filled by [`compile_for`], NVRTC is not needed.
+//! missing or too old, the error lists the searched paths and what to install. `$NVRTC_LIBRARY`
+//! sets the path of NVRTC. Compiled kernels are cached in `$CUBIN_CACHE` (empty: not cached), by
+//! default in `cuda-rt/cubin` in the user's cache folder; with a cache filled by [`compile_for`],
+//! NVRTC is not needed.
 //!
 //! ```no_run
 //! use amp::cuda::{CudaScaler, DType, DeviceSlice, Gpu};
@@ -78,8 +80,9 @@ unsafe fn cast_on<D: Device>(
     unsafe { device.launch(&kernel, blocks, &[from.ptr, to.ptr, from.len as u64]) }
 }
 
-/// Compiles all kernels of this crate for an architecture (90 is compute capability 9.0) into the cache
-/// of compiled kernels. A machine with a copy of that folder needs no NVRTC. Needs no GPU and no driver.
+/// Compiles all kernels of this crate for an architecture (90 is compute capability 9.0) into the
+/// cache of compiled kernels. A machine with a copy of that folder needs no NVRTC. Needs no GPU and
+/// no driver.
 ///
 /// # Errors
 ///
@@ -120,8 +123,8 @@ impl CudaScaler {
         self.0.bind(&[grads])
     }
 
-    /// As [`bind`](Self::bind), with the gradients in parts for [`check_part`](Self::check_part): for
-    /// example buckets, each checked after its all-reduce, while it is in the device's cache.
+    /// As [`bind`](Self::bind), with the gradients in parts for [`check_part`](Self::check_part):
+    /// for example buckets, each checked after its all-reduce, while it is in the device's cache.
     ///
     /// # Errors
     ///
@@ -140,8 +143,8 @@ impl CudaScaler {
     ///
     /// # Errors
     ///
-    /// [`CudaError::Unsupported`] if a gradient is f16 or bf16, which could underflow; nothing has changed
-    /// then. [`CudaError::NotBound`]; those of the driver.
+    /// [`CudaError::Unsupported`] if a gradient is f16 or bf16, which could underflow; nothing has
+    /// changed then. [`CudaError::NotBound`]; those of the driver.
     ///
     /// # Safety
     ///
@@ -168,8 +171,8 @@ impl CudaScaler {
     }
 
     /// As [`check`](Self::check), for one part. `found_inf` accumulates over all parts until
-    /// [`update`](Self::update). The norm covers part 0 and the parts checked after it; their squares are
-    /// added in the order of the calls.
+    /// [`update`](Self::update). The norm covers part 0 and the parts checked after it; their
+    /// squares are added in the order of the calls.
     ///
     /// # Errors
     ///
@@ -193,8 +196,8 @@ impl CudaScaler {
         self.0.update()
     }
 
-    /// The device address of `found_inf`, a `u32` that is not 0 if a gradient overflowed. An optimizer
-    /// skips its step by it; with several ranks it is reduced before.
+    /// The device address of `found_inf`, a `u32` that is not 0 if a gradient overflowed. An
+    /// optimizer skips its step by it; with several ranks it is reduced before.
     #[must_use]
     pub fn found_inf_address(&self) -> u64 {
         self.0.found_inf_address()

@@ -17,8 +17,8 @@ pub struct Status {
     /// Whether gradients have overflowed at the smallest scale, which is
     /// [`Error::ScaleAtFloor`](crate::Error::ScaleAtFloor) on the CPU.
     pub at_floor: bool,
-    /// The Euclidean norm of all unscaled gradients at the last check, summed in f64 in an order that
-    /// depends only on the lengths.
+    /// The Euclidean norm of all unscaled gradients at the last check, summed in f64 in an order
+    /// that depends only on the lengths.
     pub norm: f64,
 }
 
@@ -146,8 +146,8 @@ impl<D: Device> Scaler<D> {
         ];
         let most = self.device.processors() * BLOCKS_PER_PROCESSOR;
         let blocks = tables.count.div_ceil(8).clamp(1, most);
-        // SAFETY: the argument is an `UnscaleJob` with tables that live as long as `self`; the caller
-        // guarantees the gradients.
+        // SAFETY: the argument is an `UnscaleJob` with tables that live as long as `self`; the
+        // caller guarantees the gradients.
         unsafe { self.device.launch(&self.unscale, blocks, &job) }
     }
 

@@ -1,17 +1,19 @@
 //! Non-finite checks, unscaling, casts and the overflow flag on an Ascend NPU (feature `npu`).
 //!
-//! The loss scale itself is on the host, in a [`LossScaler`] or [`GradScaler`](crate::GradScaler), since the
-//! host needs `found_inf` anyway to skip a step. CANN's `aclnnAmpUpdateScale`, which keeps the scale on the
-//! device, is bound in npu-sys but not called: it lacks [the floor](crate::Policy::Guarded) and would save
-//! no copy to the host.
+//! The loss scale itself is on the host, in a [`LossScaler`] or [`GradScaler`](crate::GradScaler),
+//! since the host needs `found_inf` anyway to skip a step. CANN's `aclnnAmpUpdateScale`, which
+//! keeps the scale on the device, is bound in npu-sys but not called: it lacks [the
+//! floor](crate::Policy::Guarded) and would save no copy to the host.
 //!
 //! * [`unscale`] checks f32 gradients and divides them by the scale: by
-//!   `aclnnForeachNonFiniteCheckAndUnscale` if CANN has it (8.1 does not declare it, 8.5 does) and the
-//!   chip is of the second generation, else by other operators; in both cases with one copy to the host.
+//!   `aclnnForeachNonFiniteCheckAndUnscale` if CANN has it (8.1 does not declare it, 8.5 does) and
+//!   the chip is of the second generation, else by other operators; in both cases with one copy to
+//!   the host.
 //! * [`has_non_finite`] checks gradients of f32, f16 and bf16.
-//! * [`DeviceOverflow`] is the [`OverflowSource`] for every chip. On chips of the first generation (Ascend
-//!   910A and older) f16 saturates at 65504, so an overflow is visible only in the device's overflow flag.
-//!   An all-reduce passes no infinity to other ranks either, so `found_inf` is reduced by a closure.
+//! * [`DeviceOverflow`] is the [`OverflowSource`] for every chip. On chips of the first generation
+//!   (Ascend 910A and older) f16 saturates at 65504, so an overflow is visible only in the device's
+//!   overflow flag. An all-reduce passes no infinity to other ranks either, so `found_inf` is
+//!   reduced by a closure.
 //! * [`cast`] calls `aclnnCast`.
 //!
 //! ```no_run
@@ -50,8 +52,8 @@ use crate::{Error, LossScaler, OverflowSource, Result};
 /// Bytes between the results of two gradients.
 const STRIDE: usize = 32;
 
-/// Returns whether any element of any view is infinite or NaN; `None` if all views are empty. One copy to
-/// the host, which waits for the stream.
+/// Returns whether any element of any view is infinite or NaN; `None` if all views are empty. One
+/// copy to the host, which waits for the stream.
 ///
 /// Sums the products of all elements and zero: the sum is finite exactly if all elements are.
 ///
@@ -78,14 +80,14 @@ pub fn has_non_finite(on: &Operators, grads: &[View]) -> Result<Option<bool>> {
     Ok(each.map(|(bytes, grad)| !is_finite(bytes, grad.dtype())).max())
 }
 
-/// Divides f32 gradients by the scale of `scaler`, in place, and returns whether any was infinite or NaN;
-/// `None` if there are none. One copy to the host, or two if a scale below 1 may overflow the quotient
-/// ([`LossScaler::unscale`]); with a scale of 1 nothing is written.
+/// Divides f32 gradients by the scale of `scaler`, in place, and returns whether any was infinite
+/// or NaN; `None` if there are none. One copy to the host, or two if a scale below 1 may overflow
+/// the quotient ([`LossScaler::unscale`]); with a scale of 1 nothing is written.
 ///
 /// # Errors
 ///
-/// [`Error::Unsupported`] for half gradients, of which small ones would underflow; [`Error::Npu`], after
-/// which some gradients may be divided.
+/// [`Error::Unsupported`] for half gradients, of which small ones would underflow; [`Error::Npu`],
+/// after which some gradients may be divided.
 pub fn unscale(on: &Operators, grads: &[View], scaler: &LossScaler) -> Result<Option<bool>> {
     if grads.iter().any(|grad| grad.dtype() != AclDataType::FLOAT) {
         return Err(Error::Unsupported { what: "unscaling half gradients in place" });
@@ -126,8 +128,8 @@ fn unscale_lists(on: &Operators, grads: &[View], inv_scale: f32) -> Result<Optio
 ///
 /// # Errors
 ///
-/// [`Error::LengthMismatch`]; [`Error::Unsupported`] for other types than f32, f16 and bf16, and for bf16
-/// on chips of the first generation; [`Error::Npu`].
+/// [`Error::LengthMismatch`]; [`Error::Unsupported`] for other types than f32, f16 and bf16, and
+/// for bf16 on chips of the first generation; [`Error::Npu`].
 pub fn cast(on: &Operators, from: &View, to: &View) -> Result<()> {
     let (expected, got) = (from.count(), to.count());
     if got != expected {
@@ -158,11 +160,11 @@ fn is_finite(bytes: &[u8], dtype: AclDataType) -> bool {
     }
 }
 
-/// Overflow in the gradients' values or, on chips whose f16 saturates, in the device's overflow flag;
-/// reduced over all ranks.
+/// Overflow in the gradients' values or, on chips whose f16 saturates, in the device's overflow
+/// flag; reduced over all ranks.
 ///
-/// The flag is cleared before the backward pass and read after it. According to torch_npu's authors it is
-/// sometimes set without an overflow, which then skips a step.
+/// The flag is cleared before the backward pass and read after it. According to torch_npu's authors
+/// it is sometimes set without an overflow, which then skips a step.
 #[derive(Clone, Debug)]
 pub struct DeviceOverflow<R> {
     on: Operators,

@@ -1,4 +1,5 @@
-//! Autocast: every operator's rule compared with PyTorch's registrations, and the casts of each rule.
+//! Autocast: every operator's rule compared with PyTorch's registrations, and the casts of each
+//! rule.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Casts of every half value and of f32 values around the rounding boundaries, compared with a reference
-//! in f64 and with PyTorch's bits; `unscale`, compared with PyTorch's bits.
+//! Casts of every half value and of f32 values around the rounding boundaries, compared with a
+//! reference in f64 and with PyTorch's bits; `unscale`, compared with PyTorch's bits.
 
 use std::fmt::Debug;
 

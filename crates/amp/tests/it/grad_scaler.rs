@@ -1,5 +1,5 @@
-//! `GradScaler`: compared with recorded call sequences of PyTorch and with a reference scaler; several
-//! ranks; devices with an overflow flag.
+//! `GradScaler`: compared with recorded call sequences of PyTorch and with a reference scaler;
+//! several ranks; devices with an overflow flag.
 
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};

@@ -56,11 +56,13 @@ pub(crate) struct Costs {
     pub(crate) min_chunk: usize,
 }
 
-/// Maximum size of a group of the hierarchical algorithm, unless [`Costs::min_chunk`] requires larger ones.
+/// Maximum size of a group of the hierarchical algorithm, unless [`Costs::min_chunk`] requires
+/// larger ones.
 const MAX_GROUP_BYTES: f64 = (160 << 10) as f64;
 
-/// Maximum size of a buffer that is reduced by an algorithm whose scratch memory is as large. Larger scratch memory
-/// exceeds the caches; then algorithms that work in parts are faster, though the model does not show it.
+/// Maximum size of a buffer that is reduced by an algorithm whose scratch memory is as large.
+/// Larger scratch memory exceeds the caches; then algorithms that work in parts are faster, though
+/// the model does not show it.
 const MAX_WHOLE_BYTES: usize = 4 << 20;
 
 impl Default for Costs {
@@ -95,10 +97,11 @@ impl Costs {
         elements(self.group_bytes(layout, op), op)
     }
 
-    /// Returns the size of a group in bytes. Each of `k` groups adds a message time to its round, and the
-    /// last machine waits for `2 (M - 1)` groups: the sum is minimal where the two are equal. Half of
-    /// that size increases this sum by a quarter, and halves the wait on networks that are slower than
-    /// the model's. Groups above [`MAX_GROUP_BYTES`] increase this wait and exceed the nearer caches.
+    /// Returns the size of a group in bytes. Each of `k` groups adds a message time to its round,
+    /// and the last machine waits for `2 (M - 1)` groups: the sum is minimal where the two are
+    /// equal. Half of that size increases this sum by a quarter, and halves the wait on networks
+    /// that are slower than the model's. Groups above [`MAX_GROUP_BYTES`] increase this wait and
+    /// exceed the nearer caches.
     fn group_bytes(&self, layout: &Layout, op: &OpDesc) -> f64 {
         let bytes = (op.count * op.dtype.size()) as f64;
         let ends = 2.0 * layout.machines() as f64 - 1.0;
@@ -114,8 +117,9 @@ impl Costs {
         if verb == Verb::ReduceScatter { bytes / layout.world() as f64 } else { bytes }
     }
 
-    /// Returns the size of a chunk in bytes. `k` chunks cost `k * per_message` at every rank, and each of
-    /// the `p - 2` inner ranks waits for `1 / k` of the bytes: the sum is minimal where the two are equal.
+    /// Returns the size of a chunk in bytes. `k` chunks cost `k * per_message` at every rank, and
+    /// each of the `p - 2` inner ranks waits for `1 / k` of the bytes: the sum is minimal where the
+    /// two are equal.
     fn chain_bytes(&self, layout: &Layout, bytes: f64) -> f64 {
         let link = self.slowest(layout);
         let between = (layout.world() as f64 - 2.0).max(1.0);
@@ -127,8 +131,8 @@ impl Costs {
         if layout.machines() > 1 { self.between } else { self.within }
     }
 
-    /// Returns the algorithm with the least expected time among those that keep the promised bits and use
-    /// little scratch memory.
+    /// Returns the algorithm with the least expected time among those that keep the promised bits
+    /// and use little scratch memory.
     fn best(&self, op: &OpDesc, layout: &Layout, bits: Determinism) -> (Algorithm, f64) {
         let usable = |&algorithm: &Algorithm| {
             layout.able(algorithm, op, bits) && has_small_scratch(algorithm, op, layout.world())
@@ -139,7 +143,8 @@ impl Costs {
     }
 }
 
-/// Whether the algorithm's scratch memory is bounded, or the buffer is at most [`MAX_WHOLE_BYTES`] long.
+/// Whether the algorithm's scratch memory is bounded, or the buffer is at most [`MAX_WHOLE_BYTES`]
+/// long.
 fn has_small_scratch(algorithm: Algorithm, op: &OpDesc, world: usize) -> bool {
     let in_parts = match algorithm {
         Algorithm::RecursiveDoubling | Algorithm::HalvingDoubling | Algorithm::Binomial => false,
@@ -282,7 +287,8 @@ impl Form<'_> {
         (self.bytes / self.costs.chunk_bytes(self.layout, verb)).ceil().max(1.0)
     }
 
-    /// Every rank has folded a chunk before it sends the next; those that send to a root do not wait.
+    /// Every rank has folded a chunk before it sends the next; those that send to a root do not
+    /// wait.
     fn flat(self, op: &OpDesc) -> f64 {
         let chunks = if op.op.is_some() { self.chunks(op.verb) } else { 1.0 };
         let mean = self.bytes / chunks;
@@ -321,8 +327,9 @@ impl Form<'_> {
         outside * between.message(bytes) + (self.peers() - outside) * within.message(bytes)
     }
 
-    /// Patarasuk and Yuan: `2 (p - 1) alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`; a reduce-scatter
-    /// and an all-gather are its two halves. The chain: `p - 1` hops of one chunk, then the other chunks.
+    /// Patarasuk and Yuan: `2 (p - 1) alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`; a
+    /// reduce-scatter and an all-gather are its two halves. The chain: `p - 1` hops of one chunk,
+    /// then the other chunks.
     fn ring(self, verb: Verb) -> f64 {
         let turn = |bytes: f64| {
             let link = self.costs.slowest(self.layout);
@@ -361,8 +368,9 @@ impl Form<'_> {
         (steps, 2.0 * self.step(0, self.bytes) + self.bytes * self.fold)
     }
 
-    /// Recursive doubling: `lg p (alpha + n beta + n gamma)`. Rabenseifner: `2 lg p alpha + 2 n (p - 1) / p beta
-    /// + n (p - 1) / p gamma`. An all-gather and a reduce-scatter: `lg p alpha + (p - 1) n (beta + gamma)`.
+    /// Recursive doubling: `lg p (alpha + n beta + n gamma)`. Rabenseifner:
+    /// `2 lg p alpha + 2 n (p - 1) / p beta + n (p - 1) / p gamma`. An all-gather and a
+    /// reduce-scatter: `lg p alpha + (p - 1) n (beta + gamma)`.
     fn doubling(self, algorithm: Algorithm, verb: Verb) -> f64 {
         let (steps, excess) = self.cube();
         let step = |i: usize| {

@@ -66,8 +66,8 @@ pub(crate) struct Region {
 pub(crate) enum Local {
     /// The regions have the same length and do not overlap.
     Copy { to: Region, from: Region },
-    /// `to = prefix . from[0] . from[1] . ...` in this order, see [`Operands`](crate::simd::Operands).
-    /// `to` may be one of the sources.
+    /// `to = prefix . from[0] . from[1] . ...` in this order, see
+    /// [`Operands`](crate::simd::Operands). `to` may be one of the sources.
     Fold {
         op: ReduceOp,
         to: Region,
@@ -82,10 +82,10 @@ pub(crate) enum Local {
 /// Concurrent messages, followed by work on this rank.
 ///
 /// All sends and receives of a round run concurrently, in any order; when they are done, the local
-/// work is done in order, and the next round may begin. Within a round, receives do not overlap sends
-/// or other receives. Ranks are not synchronized: a rank begins its next round when its own is done.
-/// Between two ranks, messages of one direction arrive in the order of the rounds, and within a round
-/// in the order of the lists. No message is empty.
+/// work is done in order, and the next round may begin. Within a round, receives do not overlap
+/// sends or other receives. Ranks are not synchronized: a rank begins its next round when its own
+/// is done. Between two ranks, messages of one direction arrive in the order of the rounds, and
+/// within a round in the order of the lists. No message is empty.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Round {
     pub(crate) sends: Vec<(Rank, Region)>,
@@ -312,8 +312,8 @@ pub(crate) fn plan(
     schedule(choose(op, layout, determinism, costs), op, rank, layout, costs, false)
 }
 
-/// Returns this rank's schedule for one algorithm, which must be [`able`](Layout::able). `shared`: an
-/// all-reduce of a buffer that the ranks of each machine share.
+/// Returns this rank's schedule for one algorithm, which must be [`able`](Layout::able). `shared`:
+/// an all-reduce of a buffer that the ranks of each machine share.
 pub(crate) fn schedule(
     algorithm: Algorithm,
     op: &OpDesc,
@@ -424,8 +424,8 @@ impl RankCall {
     }
 }
 
-/// Returns the elements of part `index` of `count` elements, cut into `parts` parts whose sizes differ
-/// by at most one.
+/// Returns the elements of part `index` of `count` elements, cut into `parts` parts whose sizes
+/// differ by at most one.
 fn shard(count: usize, parts: usize, index: usize) -> Range<usize> {
     let (each, more) = (count / parts, count % parts);
     let start = |index: usize| each * index + index.min(more);

@@ -1,4 +1,5 @@
-//! Executes every algorithm with a small interpreter and compares the results with the expected ones.
+//! Executes every algorithm with a small interpreter and compares the results with the expected
+//! ones.
 
 #![expect(unsafe_code, reason = "spans over the buffers of the interpreter")]
 
@@ -76,7 +77,8 @@ fn sizes(op: &OpDesc, rank: Rank, world: usize) -> (usize, usize) {
     }
 }
 
-/// Returns `count` numbers: any bits or, if `tame`, small numbers whose sums are exact enough to compare.
+/// Returns `count` numbers: any bits or, if `tame`, small numbers whose sums are exact enough to
+/// compare.
 fn numbers(dtype: DType, rank: Rank, count: usize, tame: bool) -> Vec<u8> {
     let mut state = rank as u64 * 1_000_003 + 17;
     let mut next = move || {

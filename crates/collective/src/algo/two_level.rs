@@ -1,9 +1,10 @@
 //! Reduces or gathers within each machine, then between machines, then distributes within each
 //! machine.
 //!
-//! One rank of each machine, its leader, communicates with other machines. The leader is the root, if
-//! it is on the machine, else the first rank. So a machine's network interface carries the data of one
-//! rank instead of all. The parts are operations on subgroups; the cost model chooses their algorithms.
+//! One rank of each machine, its leader, communicates with other machines. The leader is the root,
+//! if it is on the machine, else the first rank. So a machine's network interface carries the data
+//! of one rank instead of all. The parts are operations on subgroups; the cost model chooses their
+//! algorithms.
 
 use std::ops::Range;
 
@@ -94,7 +95,8 @@ impl Levels<'_> {
         }
     }
 
-    /// Sends the blocks to the leaders, exchanges them between leaders, and sends all blocks to all ranks.
+    /// Sends the blocks to the leaders, exchanges them between leaders, and sends all blocks to all
+    /// ranks.
     fn all_gather(self) -> Schedule {
         let (call, leader) = (self.call, self.leader(self.machine()));
         let rest = self.inside(Verb::Broadcast, call.count * call.world);

@@ -21,7 +21,8 @@ pub struct DeviceBuf {
 }
 
 impl DeviceBuf {
-    /// Describes `count` elements at `address`: a `CUdeviceptr` for CUDA, an address from `aclrtMalloc` for NPUs.
+    /// Describes `count` elements at `address`: a `CUdeviceptr` for CUDA, an address from
+    /// `aclrtMalloc` for NPUs.
     ///
     /// # Errors
     ///
@@ -30,12 +31,12 @@ impl DeviceBuf {
     ///
     /// # Safety
     ///
-    /// From each call that takes this value or a part of it until that call's [`DeviceWork`] has settled, or for a
-    /// registration until it is dropped:
+    /// From each call that takes this value or a part of it until that call's [`DeviceWork`] has
+    /// settled, or for a registration until it is dropped:
     ///
     /// * the memory is allocated on the group's device, or the device can access it;
-    /// * nothing else accesses it, except the work before and after the operation in the same stream; memory that is
-    ///   only read may be read by others, too.
+    /// * nothing else accesses it, except the work before and after the operation in the same
+    ///   stream; memory that is only read may be read by others, too.
     pub unsafe fn from_raw(address: u64, count: usize, dtype: DType) -> Result<Self> {
         let end = count.checked_mul(dtype.size()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let end = end.and_then(|bytes| address.checked_add(bytes as u64));
@@ -48,7 +49,8 @@ impl DeviceBuf {
         Ok(Self { address, count, dtype })
     }
 
-    /// Describes a slice of CUDA's memory, of candle's tensor for example: as [`from_raw`](Self::from_raw).
+    /// Describes a slice of CUDA's memory, of candle's tensor for example: as
+    /// [`from_raw`](Self::from_raw).
     ///
     /// # Errors
     ///
@@ -112,11 +114,13 @@ impl DeviceBuf {
 pub struct DeviceStream(usize);
 
 impl DeviceStream {
-    /// Wraps a stream. Null is the default stream of the device or, for NPUs, of the group's context.
+    /// Wraps a stream. Null is the default stream of the device or, for NPUs, of the group's
+    /// context.
     ///
     /// # Safety
     ///
-    /// It is a stream of the group's device, and is alive until every [`DeviceWork`] enqueued in it has settled.
+    /// It is a stream of the group's device, and is alive until every [`DeviceWork`] enqueued in it
+    /// has settled.
     pub unsafe fn from_raw(stream: *mut c_void) -> Self {
         Self(stream.expose_provenance())
     }
@@ -135,9 +139,11 @@ pub enum DeviceStep {
     Run {
         /// The operation and its count.
         op: OpDesc,
-        /// Address of [`OpDesc::input_count`] elements. In place, that of the output or of this rank's part of it.
+        /// Address of [`OpDesc::input_count`] elements. In place, that of the output or of this
+        /// rank's part of it.
         input: u64,
-        /// Address of [`OpDesc::output_count`] elements; a `reduce` to another root does not write them.
+        /// Address of [`OpDesc::output_count`] elements; a `reduce` to another root does not write
+        /// them.
         output: u64,
     },
     /// Sends a block to a rank, which may be this one.
@@ -204,8 +210,9 @@ pub trait DeviceBackend: Backend {
     ///
     /// # Safety
     ///
-    /// The memory of the steps is as [`DeviceBuf::from_raw`] says, with the lengths of the steps. Memory that is
-    /// written overlaps no other. The stream is as [`DeviceStream::from_raw`] says. Peers are ranks of the group.
+    /// The memory of the steps is as [`DeviceBuf::from_raw`] says, with the lengths of the steps.
+    /// Memory that is written overlaps no other. The stream is as [`DeviceStream::from_raw`] says.
+    /// Peers are ranks of the group.
     unsafe fn enqueue(&self, batch: DeviceBatch<'_>) -> Result<DeviceWork>;
 
     /// Registers memory with the library until the result is dropped.
@@ -219,15 +226,16 @@ pub trait DeviceBackend: Backend {
     /// As [`DeviceBuf::from_raw`] says of registrations.
     unsafe fn register(&self, buf: DeviceBuf) -> Result<Box<dyn Any + Send + Sync>>;
 
-    /// Allocates memory with the library's allocator. Returns its address, and a value that frees it when dropped.
+    /// Allocates memory with the library's allocator. Returns its address, and a value that frees
+    /// it when dropped.
     ///
     /// # Errors
     ///
     /// [`Error::Unsupported`], or those of the library.
     fn alloc_device(&self, bytes: usize) -> Result<(u64, Box<dyn Any + Send + Sync>)>;
 
-    /// Creates a stream that does not wait for other streams implicitly. It lives until the second result is dropped;
-    /// work that is in it then is still completed.
+    /// Creates a stream that does not wait for other streams implicitly. It lives until the second
+    /// result is dropped; work that is in it then is still completed.
     ///
     /// # Errors
     ///
@@ -253,8 +261,8 @@ pub trait DeviceBackend: Backend {
     ///
     /// # Safety
     ///
-    /// Both are as [`DeviceBuf::from_raw`] says until the stream has completed the copy, have the same number of bytes,
-    /// and do not overlap. The stream is as [`DeviceStream::from_raw`] says.
+    /// Both are as [`DeviceBuf::from_raw`] says until the stream has completed the copy, have the
+    /// same number of bytes, and do not overlap. The stream is as [`DeviceStream::from_raw`] says.
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
 
     /// Copies from the host. Blocks until the copy has completed.
@@ -265,7 +273,8 @@ pub trait DeviceBackend: Backend {
     ///
     /// # Safety
     ///
-    /// `to` is memory of the device that nothing else uses until this returns. Both have the same number of bytes.
+    /// `to` is memory of the device that nothing else uses until this returns. Both have the same
+    /// number of bytes.
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()>;
 
     /// Copies to the host. Blocks until the copy has completed.
@@ -276,7 +285,8 @@ pub trait DeviceBackend: Backend {
     ///
     /// # Safety
     ///
-    /// `from` is memory of the device that nothing else writes until this returns. Both have the same number of bytes.
+    /// `from` is memory of the device that nothing else writes until this returns. Both have the
+    /// same number of bytes.
     unsafe fn download(&self, to: &mut [u8], from: DeviceBuf) -> Result<()>;
 
     /// Sets every byte to zero, in stream order.
@@ -314,7 +324,8 @@ pub trait Mark: Send + Sync + Debug {
 
 /// Operations in a stream, as a backend tracks them.
 pub trait InFlight: Send + Sync + Debug {
-    /// Returns their result, once they have ended and the device has released their memory. Does not block.
+    /// Returns their result, once they have ended and the device has released their memory. Does
+    /// not block.
     fn settled(&self) -> Option<Result<()>>;
 
     /// Blocks until they have ended, or for at most `timeout`. Returns whether they have ended.
@@ -351,8 +362,8 @@ impl DeviceWork {
 
     /// Blocks the host until the operations have ended.
     ///
-    /// Blocks for at most the group's timeout, from when the stream has reached the operations or, if it does not, from
-    /// this call.
+    /// Blocks for at most the group's timeout, from when the stream has reached the operations or,
+    /// if it does not, from this call.
     ///
     /// # Errors
     ///
@@ -363,8 +374,8 @@ impl DeviceWork {
         self.0.wait(None).map(drop)
     }
 
-    /// As [`wait`](Self::wait), but for at most `timeout`. Returns whether they have ended. An expired timeout is not a
-    /// failure.
+    /// As [`wait`](Self::wait), but for at most `timeout`. Returns whether they have ended. An
+    /// expired timeout is not a failure.
     ///
     /// # Errors
     ///

@@ -1,9 +1,9 @@
 //! The frames on a connection: headers of fixed size, some followed by data.
 //!
-//! A header is 64 bytes: its kind, seven magic bytes, and seven little-endian words, of which unused ones
-//! are zero. So a stream that is out of sync, or another program's, is detected at the next header. A
-//! length in a header is compared with the expected one before any data are read. Only the length of a
-//! control message, which is limited, determines an allocation.
+//! A header is 64 bytes: its kind, seven magic bytes, and seven little-endian words, of which
+//! unused ones are zero. So a stream that is out of sync, or another program's, is detected at the
+//! next header. A length in a header is compared with the expected one before any data are read.
+//! Only the length of a control message, which is limited, determines an allocation.
 //!
 //! Control messages, which are rare and short, are JSON after a header.
 

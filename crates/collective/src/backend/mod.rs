@@ -103,9 +103,9 @@ pub enum WaitPolicy {
 
 /// Moves data between the ranks of one group; each rank has its own instance.
 ///
-/// [`run`](Self::run), [`exchange`](Self::exchange) and [`alloc`](Self::alloc) are called one at a time
-/// or block each other. [`abort`](Self::abort) may be called at any time from any thread and must not
-/// wait for them.
+/// [`run`](Self::run), [`exchange`](Self::exchange) and [`alloc`](Self::alloc) are called one at a
+/// time or block each other. [`abort`](Self::abort) may be called at any time from any thread and
+/// must not wait for them.
 pub trait Backend: Send + Sync + Debug {
     /// Returns the backend's name for error texts.
     fn name(&self) -> &'static str;
@@ -121,7 +121,8 @@ pub trait Backend: Send + Sync + Debug {
     /// Returns the number of ranks.
     fn world_size(&self) -> usize;
 
-    /// Returns whether this process is a fork of the one that made the group. A fork may not use the group.
+    /// Returns whether this process is a fork of the one that made the group. A fork may not use
+    /// the group.
     fn forked(&self) -> bool;
 
     /// Checks, without waiting, that the group can run operations.
@@ -154,8 +155,8 @@ pub trait Backend: Send + Sync + Debug {
     ///
     /// For [`Verb::Batch`] only the ranks named by transfers take part. The blocks that one rank
     /// sends to another are received in the order in which they are sent, across calls. Sender and
-    /// receiver must agree on type and count, which are compared before a byte is received. For every
-    /// other verb all ranks call it, and their fingerprints are compared first, as by
+    /// receiver must agree on type and count, which are compared before a byte is received. For
+    /// every other verb all ranks call it, and their fingerprints are compared first, as by
     /// [`run`](Self::run).
     ///
     /// # Errors
@@ -165,8 +166,8 @@ pub trait Backend: Send + Sync + Debug {
     /// # Safety
     ///
     /// The memory of every transfer holds `count` elements, readable or writable according to its
-    /// direction. Memory to receive into overlaps no other transfer. Nothing else accesses any of it
-    /// until the call returns. Every peer is a rank of the group other than this one.
+    /// direction. Memory to receive into overlaps no other transfer. Nothing else accesses any of
+    /// it until the call returns. Every peer is a rank of the group other than this one.
     unsafe fn exchange(&self, op: &OpDesc, transfers: &[Transfer], wait: Wait) -> Result<()>;
 
     /// Allocates `count` elements on every rank, in memory that this backend reduces in place.
@@ -192,8 +193,8 @@ pub trait Backend: Send + Sync + Debug {
     }
 
     /// Prepares a split, before the new groups are joined, and returns state for this rank's new
-    /// group. All ranks call it. `members` are the ranks of this rank's new group in their new order;
-    /// `None` if it joins none.
+    /// group. All ranks call it. `members` are the ranks of this rank's new group in their new
+    /// order; `None` if it joins none.
     ///
     /// # Errors
     ///

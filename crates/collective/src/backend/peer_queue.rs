@@ -1,5 +1,5 @@
-//! The queue of an operation's transfers with one peer: in each direction a stream of headers and data,
-//! sent and received as far as possible without blocking.
+//! The queue of an operation's transfers with one peer: in each direction a stream of headers and
+//! data, sent and received as far as possible without blocking.
 
 use std::collections::VecDeque;
 use std::io;
@@ -188,8 +188,8 @@ impl<'a> Outgoing<'a> {
     }
 }
 
-/// Returns why the group fails after an unexpected header: the first field in which two ranks' calls differ, and
-/// both calls; or a protocol error.
+/// Returns why the group fails after an unexpected header: the first field in which two ranks'
+/// calls differ, and both calls; or a protocol error.
 pub(super) fn unexpected(
     (expected, got): (Frame, Option<Frame>),
     (rank, op): (Rank, &OpDesc),

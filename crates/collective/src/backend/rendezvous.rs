@@ -1,8 +1,9 @@
 //! Rendezvous: the ranks of a group exchange records through the store.
 //!
-//! Each rank writes its location and its [configuration](super::shared_config) to the store. Every rank reads all
-//! records, so all make the same [choice of a transport](super::transport) or fail with the same error. Rank 0 gathers the records and publishes them
-//! together, so the number of requests is linear in the number of ranks.
+//! Each rank writes its location and its [configuration](super::shared_config) to the store. Every
+//! rank reads all records, so all make the same [choice of a transport](super::transport) or fail
+//! with the same error. Rank 0 gathers the records and publishes them together, so the number of
+//! requests is linear in the number of ranks.
 
 use std::fs;
 use std::net::IpAddr;
@@ -79,7 +80,8 @@ pub(crate) struct DeviceSupport {
 /// Returns the version of this process's library for a transport, 0 for HCCL, or why it has none.
 pub(crate) type FindLibrary<'a> = &'a dyn Fn(Transport) -> std::result::Result<i32, String>;
 
-/// Exchanges the locations of all ranks. The store must hold no keys of another group of the same name.
+/// Exchanges the locations of all ranks. The store must hold no keys of another group of the same
+/// name.
 pub(crate) fn exchange_locations<'a>(
     store: &'a dyn Store,
     rank: Rank,
@@ -180,8 +182,8 @@ impl RankLocation {
 }
 
 impl DeviceSupport {
-    /// Returns the device of the options for a transport, and whether this process has its library; without a device,
-    /// the library is needed only if the transport is requested.
+    /// Returns the device of the options for a transport, and whether this process has its library;
+    /// without a device, the library is needed only if the transport is requested.
     fn of_this_process(
         transport: Transport,
         options: &GroupOptions,
@@ -227,13 +229,15 @@ impl Joining<'_> {
         Ok(())
     }
 
-    /// Fails if another rank has failed to join; for ranks that wait for it elsewhere than at the store.
+    /// Fails if another rank has failed to join; for ranks that wait for it elsewhere than at the
+    /// store.
     pub(crate) fn check_failed(&self) -> Result<()> {
         check_failed(self.store)
     }
 
-    /// Returns why another rank has failed, if it publishes that soon, else `error`, of a file that a peer offers: a rank
-    /// that fails closes its files first, and their numbers may be other files' then.
+    /// Returns why another rank has failed, if it publishes that soon, else `error`, of a file that
+    /// a peer offers: a rank that fails closes its files first, and their numbers may be other
+    /// files' then.
     pub(crate) fn reason_or(&self, error: Error) -> Error {
         let left = self.deadline.saturating_duration_since(Instant::now());
         drop(self.store.try_wait(&[FAILED], FAILURE_GRACE.min(left)));
@@ -245,14 +249,15 @@ impl Joining<'_> {
         watch_interval(self.world())
     }
 
-    /// Deletes this rank's keys. All ranks have joined, so none reads them again. Errors are ignored: the
-    /// store may have ended with rank 0.
+    /// Deletes this rank's keys. All ranks have joined, so none reads them again. Errors are
+    /// ignored: the store may have ended with rank 0.
     pub(crate) fn delete_own_keys(&self) {
         let keys = std::mem::take(&mut *self.own_keys.lock());
         drop(keys.iter().try_for_each(|key| self.store.delete_key(key).map(drop)));
     }
 
-    /// Turns a timeout of the store into one that names the ranks whose key, `key_of(rank)`, is missing.
+    /// Turns a timeout of the store into one that names the ranks whose key, `key_of(rank)`, is
+    /// missing.
     fn name_missing(&self, key_of: impl Fn(Rank) -> String, error: Error) -> Error {
         // A store that does not respond cannot tell which rank is missing.
         let Error::KeyTimeout { keys, .. } = &error else { return error };
@@ -278,7 +283,8 @@ impl Joining<'_> {
         Error::PeerDied { op, rank, pid: self.locations[rank].pid }
     }
 
-    /// Error for a rank whose place another process or thread has, although the store let both join.
+    /// Error for a rank whose place another process or thread has, although the store let both
+    /// join.
     pub(crate) fn duplicate(&self) -> Error {
         let (group, by) = (self.options.name.clone(), "another process or thread".to_owned());
         Error::DuplicateRank { group, rank: self.rank, by }
@@ -291,8 +297,9 @@ impl Joining<'_> {
     }
 }
 
-/// All-gathers the locations. Rank 0 reads one record after another, up to the first whose configuration
-/// differs from its own, so a mismatch of the world size does not wait for a rank that is never started.
+/// All-gathers the locations. Rank 0 reads one record after another, up to the first whose
+/// configuration differs from its own, so a mismatch of the world size does not wait for a rank
+/// that is never started.
 fn gather_locations(joining: &Joining<'_>, own: &RankLocation) -> Result<Vec<RankLocation>> {
     #[derive(Deserialize)]
     struct Config {
@@ -364,8 +371,8 @@ pub(crate) fn all_gather_records<T: Serialize + DeserializeOwned>(
     from_json(&all.map_err(|error| joining.name_missing(key_of, error))?, key_of)
 }
 
-/// Sends record `own[i]` to rank `i` under the key `what`; returns the records for this rank, in rank
-/// order.
+/// Sends record `own[i]` to rank `i` under the key `what`; returns the records for this rank, in
+/// rank order.
 #[cfg(feature = "gloo")]
 pub(crate) fn all_to_all_records<T: Serialize + DeserializeOwned>(
     joining: &Joining<'_>,

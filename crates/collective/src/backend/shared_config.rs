@@ -1,17 +1,17 @@
 //! The configuration that all ranks of a group must share, compared when they join.
 //!
-//! Each rank chooses an operation's algorithm, its chunks and the format of its messages independently.
-//! Every input to that choice is a field here. Ranks exchange names and values through the store, and
-//! no rank joins if one differs.
-//! Settings of one rank alone, such as timeout, address and device, are not fields.
+//! Each rank chooses an operation's algorithm, its chunks and the format of its messages
+//! independently. Every input to that choice is a field here. Ranks exchange names and values
+//! through the store, and no rank joins if one differs. Settings of one rank alone, such as
+//! timeout, address and device, are not fields.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 
 use crate::{Error, GroupOptions, Rank, Result};
 
-/// Incremented with each change, within one version of this crate, of the messages between ranks or of
-/// the choice of algorithms.
+/// Incremented with each change, within one version of this crate, of the messages between ranks or
+/// of the choice of algorithms.
 const PROTOCOL: u32 = 6;
 
 /// This rank's fields, in the order in which they are compared.
@@ -43,8 +43,8 @@ impl SharedConfig {
         self.0.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect()
     }
 
-    /// Compares this rank's fields and `records`, which are those of ranks 0, 1, ..., with rank 0's record. `op` is for
-    /// the error.
+    /// Compares this rank's fields and `records`, which are those of ranks 0, 1, ..., with rank 0's
+    /// record. `op` is for the error.
     ///
     /// # Errors
     ///

@@ -1,8 +1,9 @@
 //! Verbs on device memory: checks buffers and translates each call to [`DeviceStep`]s.
 //!
-//! The counterpart of [`verbs`](crate::group::verbs) for memory that the host cannot access. The checks are the same, those of
-//! [`blocks`](crate::op::blocks), and that no memory overlaps. Verbs that no library has are translated to point-to-point
-//! messages, including one from this rank to itself.
+//! The counterpart of [`verbs`](crate::group::verbs) for memory that the host cannot access. The
+//! checks are the same, those of [`blocks`](crate::op::blocks), and that no memory overlaps. Verbs
+//! that no library has are translated to point-to-point messages, including one from this rank to
+//! itself.
 
 #![expect(unsafe_code, reason = "passes checked buffers to backends")]
 
@@ -20,24 +21,26 @@ use crate::op::blocks::{BATCH, Blocks, check_bytes, check_peer, check_run, descr
 use crate::work::Queue;
 use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
-/// A list of operations on device memory that start together. Each call adds one; [`enqueue`](Self::enqueue) enqueues
-/// the list in a stream.
+/// A list of operations on device memory that start together. Each call adds one;
+/// [`enqueue`](Self::enqueue) enqueues the list in a stream.
 ///
-/// Each call is checked at once, as far as that needs no peer; an error enqueues nothing and leaves the group usable.
-/// All ranks must make the same lists in the same order, except lists of point-to-point messages only, in which only
-/// the named ranks take part. The calls of one list are not ordered: their memory must not overlap, unless it is only
-/// read.
+/// Each call is checked at once, as far as that needs no peer; an error enqueues nothing and leaves
+/// the group usable. All ranks must make the same lists in the same order, except lists of
+/// point-to-point messages only, in which only the named ranks take part. The calls of one list are
+/// not ordered: their memory must not overlap, unless it is only read.
 ///
 /// A list is one launch, for any number of tensors.
 ///
-/// Arguments and results are those of the verb of the same name of [`ProcessGroup`](crate::ProcessGroup); `reduce` to
-/// another root leaves the buffer unchanged. The library determines the summation order and the rounding of floats. The
-/// results are the same on all ranks. [`Determinism`](crate::Determinism) applies to host memory only.
+/// Arguments and results are those of the verb of the same name of
+/// [`ProcessGroup`](crate::ProcessGroup); `reduce` to another root leaves the buffer unchanged. The
+/// library determines the summation order and the rounding of floats. The results are the same on
+/// all ranks. [`Determinism`](crate::Determinism) applies to host memory only.
 ///
 /// # Errors
 ///
-/// All verbs: [`Error::InvalidArgument`] for invalid lengths, types, roots or peers, and for an input that overlaps the
-/// output other than in place. [`Error::Unsupported`] for an operator that the library does not have.
+/// All verbs: [`Error::InvalidArgument`] for invalid lengths, types, roots or peers, and for an
+/// input that overlaps the output other than in place. [`Error::Unsupported`] for an operator that
+/// the library does not have.
 #[derive(Debug)]
 #[must_use = "nothing happens before it is enqueued"]
 pub struct DeviceCalls<'a> {
@@ -64,13 +67,15 @@ impl<'a> DeviceCalls<'a> {
         self.backend.device_name()
     }
 
-    /// Sets the timeout of the operations, from when the stream has reached them; by default the group's timeout.
+    /// Sets the timeout of the operations, from when the stream has reached them; by default the
+    /// group's timeout.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 
-    /// Registers memory with the library until the result is dropped, so that the library need not copy it.
+    /// Registers memory with the library until the result is dropped, so that the library need not
+    /// copy it.
     ///
     /// # Errors
     ///
@@ -88,13 +93,14 @@ impl<'a> DeviceCalls<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the size exceeds the address space; [`Error::Unsupported`] if the
-    /// library is too old; [`Error::Backend`].
+    /// [`Error::InvalidArgument`] if the size exceeds the address space; [`Error::Unsupported`] if
+    /// the library is too old; [`Error::Backend`].
     #[doc(alias = "ncclMemAlloc")]
     pub fn alloc(&self, dtype: DType, count: usize) -> Result<DeviceMemory> {
         check_bytes(dtype, count, 1)?;
         let (address, kept) = self.backend.alloc_device(count * dtype.size())?;
-        // SAFETY: the library has just allocated it, and only `DeviceMemory::as_buf`, which is unsafe, hands it out.
+        // SAFETY: the library has just allocated it, and only `DeviceMemory::as_buf`, which is
+        // unsafe, hands it out.
         let buf = unsafe { DeviceBuf::from_raw(address, count, dtype) }?;
         Ok(DeviceMemory { buf, _kept: KeepAlive(kept) })
     }
@@ -135,7 +141,8 @@ impl DeviceCalls<'_> {
         self.run(op, output, input)
     }
 
-    /// Adds [`ProcessGroup::gather`](crate::ProcessGroup::gather); the output is used on the root only.
+    /// Adds [`ProcessGroup::gather`](crate::ProcessGroup::gather); the output is used on the root
+    /// only.
     pub fn gather(self, output: Option<DeviceBuf>, input: DeviceBuf, root: Rank) -> Result<Self> {
         self.rooted((Verb::Gather, root), output, input, None)
     }
@@ -199,8 +206,8 @@ impl DeviceCalls<'_> {
         self.exchange(op, (output, counts), (input, counts))
     }
 
-    /// Adds [`ProcessGroup::reduce_scatter_v`](crate::ProcessGroup::reduce_scatter_v), as one `reduce`
-    /// per rank.
+    /// Adds [`ProcessGroup::reduce_scatter_v`](crate::ProcessGroup::reduce_scatter_v), as one
+    /// `reduce` per rank.
     pub fn reduce_scatter_v(
         mut self,
         output: DeviceBuf,
@@ -228,21 +235,23 @@ impl DeviceCalls<'_> {
         self.message(to, buf.dtype(), DeviceStep::Send { peer: to, buf })
     }
 
-    /// Adds a message from rank `from`, which must send the same number of elements of the same type.
+    /// Adds a message from rank `from`, which must send the same number of elements of the same
+    /// type.
     pub fn recv(self, buf: DeviceBuf, from: Rank) -> Result<Self> {
         self.message(from, buf.dtype(), DeviceStep::Receive { peer: from, buf })
     }
 }
 
 impl DeviceCalls<'_> {
-    /// Enqueues the list at the end of a stream. Does not wait for the operations, but may block until they are
-    /// launched, if the library needs the peers for that (a first message between two ranks).
+    /// Enqueues the list at the end of a stream. Does not wait for the operations, but may block
+    /// until they are launched, if the library needs the peers for that (a first message between
+    /// two ranks).
     ///
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] for an empty list, or buffers of its calls that overlap;
-    /// [`Error::Poisoned`]; the group's failure, which poisons it; [`Error::Unsupported`] for a stream
-    /// that is being captured.
+    /// [`Error::Poisoned`]; the group's failure, which poisons it; [`Error::Unsupported`] for a
+    /// stream that is being captured.
     pub fn enqueue(self, stream: DeviceStream) -> Result<DeviceWork> {
         let Self { backend, recorder, queue, ops, steps, timeout } = self;
         let Some(first) = ops.first() else {
@@ -263,8 +272,8 @@ impl DeviceCalls<'_> {
             drop(spans);
         });
         let batch = DeviceBatch { ops: &ops, steps: &steps, stream, timeout, ended };
-        // SAFETY: guaranteed when buffers and stream were made; lengths, peers and overlaps have been checked here and
-        // by the verbs.
+        // SAFETY: guaranteed when buffers and stream were made; lengths, peers and overlaps have
+        // been checked here and by the verbs.
         let work = unsafe { backend.enqueue(batch) };
         work.inspect_err(|error| recorder.end(seq, Some(error)))
     }
@@ -298,7 +307,8 @@ impl DeviceCalls<'_> {
         Ok(self)
     }
 
-    /// The operation to launch for `op`. NCCL runs a kernel for an average of one rank, and for a sum at most a copy.
+    /// The operation to launch for `op`. NCCL runs a kernel for an average of one rank, and for a
+    /// sum at most a copy.
     fn launched(&self, op: OpDesc) -> OpDesc {
         let alone = self.world() == 1 && op.op == Some(ReduceOp::Avg);
         OpDesc { op: if alone { Some(ReduceOp::Sum) } else { op.op }, ..op }
@@ -311,8 +321,8 @@ impl DeviceCalls<'_> {
         Ok(self)
     }
 
-    /// Adds a gather to the root, or a scatter from it: `own` is this rank's block, `all` the root's buffer. Without
-    /// `counts`, all blocks are as long as `own`.
+    /// Adds a gather to the root, or a scatter from it: `own` is this rank's block, `all` the
+    /// root's buffer. Without `counts`, all blocks are as long as `own`.
     fn rooted(
         self,
         (verb, root): (Verb, Rank),
@@ -347,7 +357,8 @@ impl DeviceCalls<'_> {
         Blocks::new(op, (self.rank(), self.world()), (output.count(), to), (input.count(), from))
     }
 
-    /// Adds the messages of a verb. `output` and `input` are buffers and the lengths of their blocks by rank.
+    /// Adds the messages of a verb. `output` and `input` are buffers and the lengths of their
+    /// blocks by rank.
     fn exchange(
         mut self,
         op: OpDesc,
@@ -375,7 +386,8 @@ fn same_type(output: DeviceBuf, input: DeviceBuf) -> Result<()> {
     Err(Error::InvalidArgument(format!("the input has type {from}, the output {to}")))
 }
 
-/// Checks that `buf` does not overlap `whole`, except as the block of an in-place operation, `place`.
+/// Checks that `buf` does not overlap `whole`, except as the block of an in-place operation,
+/// `place`.
 fn apart_or(whole: DeviceBuf, buf: DeviceBuf, place: Option<DeviceBuf>) -> Result<()> {
     if !buf.overlaps(&whole) || place == Some(buf) {
         return Ok(());

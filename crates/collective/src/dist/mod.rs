@@ -89,9 +89,9 @@ pub fn master_only<R>(group: Option<&ProcessGroup>, f: impl FnOnce() -> R) -> Op
 ///
 /// # Errors
 ///
-/// The errors of [`split`](ProcessGroup::split); [`Error::InvalidArgument`] if the topology's rank or
-/// world size differ from the group's, or its local rank is unknown or differs from the rank in the
-/// new group.
+/// The errors of [`split`](ProcessGroup::split); [`Error::InvalidArgument`] if the topology's rank
+/// or world size differ from the group's, or its local rank is unknown or differs from the rank in
+/// the new group.
 #[doc(alias = "init_local_group")]
 #[doc(alias = "get_local_group")]
 pub fn local_group(group: &ProcessGroup, topology: &Topology) -> Result<ProcessGroup> {
@@ -174,8 +174,8 @@ pub fn all_gather<T: Element>(data: &[T], group: Option<&ProcessGroup>) -> Resul
 ///
 /// # Errors
 ///
-/// Same as [`ProcessGroup::all_gather`]; [`Error::InvalidArgument`] if the root is not a rank of the
-/// group.
+/// Same as [`ProcessGroup::all_gather`]; [`Error::InvalidArgument`] if the root is not a rank of
+/// the group.
 pub fn gather<T: Element>(
     data: &[T],
     root: Rank,
@@ -230,7 +230,8 @@ pub fn broadcast_object_list<T: Object>(
 ///
 /// # Errors
 ///
-/// Same as [`object::all_gather_object`]. Without a group the object is not serialized, so any is valid.
+/// Same as [`object::all_gather_object`]. Without a group the object is not serialized, so any is
+/// valid.
 pub fn all_gather_object<T: Object>(object: T, group: Option<&ProcessGroup>) -> Result<Vec<T>> {
     match several(group) {
         Some(group) => object::all_gather_object(group, &object),
@@ -242,7 +243,8 @@ pub fn all_gather_object<T: Object>(object: T, group: Option<&ProcessGroup>) -> 
 ///
 /// # Errors
 ///
-/// Same as [`object::gather_object`]. Without a group the object is not serialized, so any is valid.
+/// Same as [`object::gather_object`]. Without a group the object is not serialized, so any is
+/// valid.
 pub fn gather_object<T: Object>(
     object: T,
     root: Rank,
@@ -314,8 +316,9 @@ impl<T: Element> DictValue for Vec<T> {
 
 /// Reduces all values of a dictionary as one buffer, in the order of their keys.
 ///
-/// Every rank must have the same keys with the same lengths, which are compared first: an all-gather
-/// of 8 bytes, then one [`all_reduce`]. All values have one type; MMEngine promotes types.
+/// Every rank must have the same keys with the same lengths, which are compared first: an
+/// all-gather of 8 bytes, then one [`all_reduce`]. All values have one type; MMEngine promotes
+/// types.
 ///
 /// # Errors
 ///

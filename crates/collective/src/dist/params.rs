@@ -1,9 +1,9 @@
 //! Reduces a model's parameters, of several types, in a chosen number of operations.
 //!
 //! The grouping depends only on types and lengths: each type has one open bucket, which is closed
-//! before a parameter that would make it too large. Closed buckets come first, in the order in which
-//! they were closed; then the open ones, in the order in which their types first occurred. So all
-//! ranks make the same calls. PyTorch's `_take_tensors` does the same.
+//! before a parameter that would make it too large. Closed buckets come first, in the order in
+//! which they were closed; then the open ones, in the order in which their types first occurred. So
+//! all ranks make the same calls. PyTorch's `_take_tensors` does the same.
 //!
 //! Invariant: the bytes of a [`Param`] are a slice of the type of its `dtype`, and no other code
 //! accesses them.
@@ -42,8 +42,8 @@ pub struct Param<'a> {
 impl<'a, T: Element> From<&'a mut [T]> for Param<'a> {
     fn from(data: &'a mut [T]) -> Self {
         let (count, bytes) = (data.len(), size_of_val(data));
-        // SAFETY: the memory of `data`, which is borrowed for `'a`; elements have no padding, so all
-        // its bytes are initialized, and only `reduce_bucket` writes them, as elements of `T`.
+        // SAFETY: the memory of `data`, which is borrowed for `'a`; elements have no padding, so
+        // all its bytes are initialized, and only `reduce_bucket` writes them, as elements of `T`.
         let bytes = unsafe { std::slice::from_raw_parts_mut(data.as_mut_ptr().cast(), bytes) };
         Self { dtype: T::DTYPE, count, bytes, reduce: reduce_bucket::<T> }
     }
@@ -58,8 +58,8 @@ fn reduce_bucket<T: Element>(
     let numbers = bucket.iter_mut().map(|param| {
         assert_eq!(param.dtype, T::DTYPE, "a bucket has one type");
         let start = param.bytes.as_mut_ptr().cast::<T>();
-        // SAFETY: each `DType` belongs to one type, so `from` made these bytes from `count` elements
-        // of `T`, aligned and initialized; they are borrowed mutably as long as `param`.
+        // SAFETY: each `DType` belongs to one type, so `from` made these bytes from `count`
+        // elements of `T`, aligned and initialized; they are borrowed mutably as long as `param`.
         unsafe { std::slice::from_raw_parts_mut(start, param.count) }
     });
     match &mut numbers.collect::<Vec<_>>()[..] {

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// A clock and the time of its creation. Readings on different threads may differ by some nanoseconds.
+/// A clock and the time of its creation. Readings on different threads may differ by some
+/// nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
     /// Whether the processor has a constant-rate counter that never stops (invariant TSC).
@@ -26,8 +27,8 @@ impl Clock {
         ticks(self.counter)
     }
 
-    /// Returns a function from ticks to the time since the clock's creation. The rate is the number of
-    /// ticks so far divided by the elapsed time.
+    /// Returns a function from ticks to the time since the clock's creation. The rate is the number
+    /// of ticks so far divided by the elapsed time.
     pub(crate) fn since_birth(&self) -> impl Fn(u64) -> Duration + use<> {
         let ticks = self.ticks().saturating_sub(self.birth_ticks);
         let time = self.birth.elapsed();

@@ -48,8 +48,8 @@ pub struct FlightRecord {
     pub backend: &'static str,
     /// This process's id.
     pub pid: u32,
-    /// When this rank created the group, in microseconds since 1970, to align the records of several
-    /// ranks.
+    /// When this rank created the group, in microseconds since 1970, to align the records of
+    /// several ranks.
     pub birth_us: u64,
     /// The last 64 calls, oldest first.
     pub calls: Vec<FlightCall>,
@@ -350,16 +350,16 @@ fn write(dir: &Path, record: &FlightRecord) -> std::io::Result<()> {
     let path = dir.join(format!("{group}-rank{}-{}.json", record.rank, record.pid));
     fs::create_dir_all(dir)?;
     let new = path.with_extension("new");
-    // Others may write to the directory, and the name is predictable. A file or link of that name is removed, never
-    // written through.
+    // Others may write to the directory, and the name is predictable. A file or link of that name
+    // is removed, never written through.
     drop(fs::remove_file(&new));
     let mut file = OpenOptions::new().write(true).create_new(true).open(&new)?;
     file.write_all(&serde_json::to_vec_pretty(record)?)?;
     fs::rename(new, path)
 }
 
-/// Converts a group's name to a part of a file's name, different for every group: other characters are
-/// percent-encoded, and a long name ends with its hash.
+/// Converts a group's name to a part of a file's name, different for every group: other characters
+/// are percent-encoded, and a long name ends with its hash.
 fn file_name(group: &str) -> String {
     let mut name = String::new();
     for byte in group.bytes() {

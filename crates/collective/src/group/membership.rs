@@ -35,8 +35,8 @@ pub(crate) struct Origin {
 }
 
 impl Origin {
-    /// Connects this rank's backend for a group whose name is unused. If that fails on one rank, or if
-    /// `seed` is an error, the ranks that still wait get an error at once.
+    /// Connects this rank's backend for a group whose name is unused. If that fails on one rank, or
+    /// if `seed` is an error, the ranks that still wait get an error at once.
     pub(crate) fn join(
         &self,
         rank: Rank,
@@ -148,16 +148,16 @@ impl ProcessGroup {
     /// that this one was made with, which must still exist. The subgroup has this group's timeout
     /// and options, its own ranks from 0 (see [`parent_ranks`](Self::parent_ranks)), and shares
     /// nothing with this group: either can fail without the other, and operations on both may be in
-    /// flight at once. Over NCCL, its communicator is split from this group's by `ncclCommSplit`, if
-    /// NCCL has that.
+    /// flight at once. Over NCCL, its communicator is split from this group's by `ncclCommSplit`,
+    /// if NCCL has that.
     ///
     /// # Errors
     ///
     /// [`Error::Unsupported`] for a group of [`from_backend`](Self::from_backend). An error of the
     /// exchange poisons this group, as in any verb. An error while joining affects the new group
     /// only, and names its ranks: [`Error::Timeout`], [`Error::PeerDied`], the store's, or
-    /// [`Error::Aborted`] if joining failed on another rank. A failed `ncclCommSplit` also fails this
-    /// group, on all ranks, because it is a collective of this group's communicator.
+    /// [`Error::Aborted`] if joining failed on another rank. A failed `ncclCommSplit` also fails
+    /// this group, on all ranks, because it is a collective of this group's communicator.
     ///
     /// # Examples
     ///
@@ -209,8 +209,8 @@ impl ProcessGroup {
         Ok(Some(Self::new(backend, membership)))
     }
 
-    /// Makes one subgroup from a list: `ranks[i]` becomes rank `i` of the new group; ranks not in the
-    /// list get `None`.
+    /// Makes one subgroup from a list: `ranks[i]` becomes rank `i` of the new group; ranks not in
+    /// the list get `None`.
     ///
     /// Every rank of this group must call it with the same list, which is compared first with two
     /// more collectives.

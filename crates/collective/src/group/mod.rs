@@ -1,9 +1,11 @@
 //! [`ProcessGroup`]: its verbs in all their forms, and how groups are made, split and rebuilt.
 //!
 //! * [`process_group`]: the type, and how one is made;
-//! * [`verbs`]: each verb as one function on slices; [`table`]: its blocking, asynchronous and scoped forms; [`scope`];
+//! * [`verbs`]: each verb as one function on slices; [`table`]: its blocking, asynchronous and
+//!   scoped forms; [`scope`];
 //! * [`object`]: verbs on any serde type;
-//! * [`membership`], [`attempt`], [`rebuild`], [`mesh`]: joining through a store, subgroups, and groups after a failure.
+//! * [`membership`], [`attempt`], [`rebuild`], [`mesh`]: joining through a store, subgroups, and
+//!   groups after a failure.
 
 mod attempt;
 mod membership;

@@ -41,7 +41,8 @@ pub fn all_gather_object<T: Object>(group: &ProcessGroup, object: &T) -> Result<
 ///
 /// # Errors
 ///
-/// Same as [`all_gather_object`], and [`Error::InvalidArgument`] if the root is not a rank of the group.
+/// Same as [`all_gather_object`], and [`Error::InvalidArgument`] if the root is not a rank of the
+/// group.
 pub fn gather_object<T: Object>(
     group: &ProcessGroup,
     object: &T,

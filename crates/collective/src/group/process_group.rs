@@ -97,7 +97,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the network does not fit the ranks, and for more than 256 of them.
+    /// [`Error::InvalidArgument`] if the network does not fit the ranks, and for more than 256 of
+    /// them.
     #[cfg(feature = "sim")]
     pub fn simulated(
         world_size: usize,
@@ -183,14 +184,15 @@ impl ProcessGroup {
         Self { timeout: Some(timeout), ..self.clone() }
     }
 
-    /// Returns this membership with a tag for the calls made through the returned value, which ranks compare: the name
-    /// of the tensor, for example. Ranks that average different tensors of equal length in one call then get
-    /// [`Error::Mismatch`] with each rank's tag, before any data move:
-    /// `group.with_tag("layer1.weight").all_reduce(&mut grad, ReduceOp::Avg)`.
+    /// Returns this membership with a tag for the calls made through the returned value, which
+    /// ranks compare: the name of the tensor, for example. Ranks that average different tensors of
+    /// equal length in one call then get [`Error::Mismatch`] with each rank's tag, before any data
+    /// move: `group.with_tag("layer1.weight").all_reduce(&mut grad, ReduceOp::Avg)`.
     ///
-    /// Every rank must make the call with a tag, or every rank without. A tagged call sends 96 more bytes to every
-    /// rank, in one more step; the error shows the first 64 bytes of a tag. It applies to the verbs on host memory,
-    /// blocking and asynchronous, except for messages between two ranks.
+    /// Every rank must make the call with a tag, or every rank without. A tagged call sends 96 more
+    /// bytes to every rank, in one more step; the error shows the first 64 bytes of a tag. It
+    /// applies to the verbs on host memory, blocking and asynchronous, except for messages between
+    /// two ranks.
     pub fn with_tag(&self, tag: &str) -> Self {
         Self { tag: Some(tag.into()), ..self.clone() }
     }
@@ -207,10 +209,10 @@ impl ProcessGroup {
 
     /// Sends `buf` to rank `to`, which must [`recv`](Self::recv) it. Only these two take part.
     ///
-    /// Blocks until the message is in the channel to the receiver. If it fits there (up to 64 KiB in
-    /// shared memory, the sockets' buffers over TCP), the call may return before the receiver calls
-    /// [`recv`](Self::recv); with a longer message, or over gloo, it does not. Messages between two
-    /// ranks arrive in the order in which they were sent.
+    /// Blocks until the message is in the channel to the receiver. If it fits there (up to 64 KiB
+    /// in shared memory, the sockets' buffers over TCP), the call may return before the receiver
+    /// calls [`recv`](Self::recv); with a longer message, or over gloo, it does not. Messages
+    /// between two ranks arrive in the order in which they were sent.
     ///
     /// The receiver compares type and count before it reads any data. If they do not match, a
     /// sender that still waits gets [`Error::Mismatch`] at once. A sender that has returned gets it
@@ -244,10 +246,10 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] for a message to this rank itself or to a rank outside the group.
-    /// [`Error::Mismatch`] if type or count of a message differ from those that its receiver expects,
-    /// whose buffer for it is unchanged, or if the other end calls a collective instead: on every rank,
-    /// in the call in which it waits or its next one, see [`send`](Self::send). Else as
-    /// [`all_reduce`](Self::all_reduce).
+    /// [`Error::Mismatch`] if type or count of a message differ from those that its receiver
+    /// expects, whose buffer for it is unchanged, or if the other end calls a collective instead:
+    /// on every rank, in the call in which it waits or its next one, see [`send`](Self::send). Else
+    /// as [`all_reduce`](Self::all_reduce).
     pub fn batch_isend_irecv(&self, messages: Vec<Message<'_>>) -> Result<()> {
         self.verbs()?.batch(messages)
     }
@@ -368,9 +370,10 @@ impl ProcessGroup {
 
     /// Allocates a buffer of `count` zeros in memory shared with the peers of this machine, which
     /// [`all_reduce`](Self::all_reduce) reduces in place. This saves the copies in and out: most of
-    /// the time for buffers of 64 KiB and more on one machine, nothing for those up to 8 KiB. In a group
-    /// over several machines it saves the copies between the ranks of each, if these are neighbours.
-    /// With [`Transport::Tcp`](crate::Transport::Tcp) and other backends it is ordinary memory.
+    /// the time for buffers of 64 KiB and more on one machine, nothing for those up to 8 KiB. In a
+    /// group over several machines it saves the copies between the ranks of each, if these are
+    /// neighbours. With [`Transport::Tcp`](crate::Transport::Tcp) and other backends it is ordinary
+    /// memory.
     ///
     /// Every rank must call it with the same count and type. Blocks. The memory is freed on each
     /// rank when its buffer is dropped, independently of the peers.

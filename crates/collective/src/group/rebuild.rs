@@ -1,10 +1,10 @@
 //! Rebuilds a group from its surviving ranks after a failure.
 //!
 //! The survivors agree through the store, which all of them can still reach. Each epoch has a roll
-//! call: every survivor writes its answer, with the ranks it knows to be dead. Once every other rank
-//! has answered or is known dead, or the grace period is over, the first rank that detects this
-//! writes the roster (the list of members) with a `compare_set`; the first roster is valid for all.
-//! The ranks on it join a group of the next epoch; all others are excluded permanently.
+//! call: every survivor writes its answer, with the ranks it knows to be dead. Once every other
+//! rank has answered or is known dead, or the grace period is over, the first rank that detects
+//! this writes the roster (the list of members) with a `compare_set`; the first roster is valid for
+//! all. The ranks on it join a group of the next epoch; all others are excluded permanently.
 //!
 //! Invariant: all ranks that read the roster of an epoch read the same one, and a rank takes part
 //! in the roll call of an epoch only if it was on every earlier roster. So at most one group
@@ -73,12 +73,12 @@ impl ProcessGroup {
     ///
     /// [`Error::LeftBehind`] if the other ranks rebuilt the group without this one.
     /// [`Error::Rendezvous`], with the store's address, if the store does not answer: a store in a
-    /// rank's process ends with it, one in the launcher does not; with a peer's address if connecting
-    /// to the peer fails. [`Error::PeerDied`], [`Error::Timeout`] or [`Error::Aborted`], with ranks of
-    /// the new group, if a rank called this and then did not join. [`Error::MalformedRecord`] if a
-    /// rank's record cannot be parsed. [`Error::Unsupported`] for a group of
-    /// [`from_backend`](Self::from_backend); [`Error::InvalidArgument`] if this group has been
-    /// rebuilt already, or in a fork.
+    /// rank's process ends with it, one in the launcher does not; with a peer's address if
+    /// connecting to the peer fails. [`Error::PeerDied`], [`Error::Timeout`] or [`Error::Aborted`],
+    /// with ranks of the new group, if a rank called this and then did not join.
+    /// [`Error::MalformedRecord`] if a rank's record cannot be parsed. [`Error::Unsupported`] for a
+    /// group of [`from_backend`](Self::from_backend); [`Error::InvalidArgument`] if this group has
+    /// been rebuilt already, or in a fork.
     ///
     /// # Examples
     ///

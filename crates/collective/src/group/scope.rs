@@ -71,8 +71,8 @@ impl<'scope> Scope<'scope, '_> {
     ) -> Result<ScopedWork<'scope, T>> {
         let slices = BorrowedSlices { output: NonNull::from(output), input: NonNull::from(input) };
         let work = self.group.submit(slices, move |verbs, slices| {
-            // SAFETY: borrowed exclusively for `'scope`, which `ProcessGroup::scope` ends after this
-            // operation; nothing else accesses it until the operation is complete.
+            // SAFETY: borrowed exclusively for `'scope`, which `ProcessGroup::scope` ends after
+            // this operation; nothing else accesses it until the operation is complete.
             let output = unsafe { slices.output.as_mut() };
             // SAFETY: likewise, but shared.
             run(verbs, output, unsafe { slices.input.as_ref() })

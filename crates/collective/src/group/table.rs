@@ -247,8 +247,8 @@ table! {
     ///
     /// # Errors
     ///
-    /// Same as [`all_gather`](Self::all_gather), or [`Error::InvalidArgument`] if the root is not a rank
-    /// of the group.
+    /// Same as [`all_gather`](Self::all_gather), or [`Error::InvalidArgument`] if the root is not a
+    /// rank of the group.
     fn gather(output: out, input: input, root: root);
     /// `output` may be empty on all ranks but the root.
     fn gather_async(output: O, input: I);

@@ -36,8 +36,9 @@ use crate::{
     TcpStoreServer,
 };
 
-/// Joins the ranks that the launcher started, with the default options; without a launcher, returns a group of this
-/// process alone. Short for [`Topology::from_env`] with [`std::env::var`], then [`init_process_group`].
+/// Joins the ranks that the launcher started, with the default options; without a launcher, returns
+/// a group of this process alone. Short for [`Topology::from_env`] with [`std::env::var`], then
+/// [`init_process_group`].
 ///
 /// Every rank must call it; blocks until all have.
 ///

@@ -21,7 +21,8 @@ impl ForkGuard {
     pub(crate) fn new() -> Result<Self> {
         let fail = |error: &io::Error| Error::io("mapping a page that is wiped in a fork", error);
         let page = MmapRaw::from(MmapMut::map_anon(page_size()).map_err(|error| fail(&error))?);
-        // SAFETY: advice on the page just mapped, whose contents it does not change in this process.
+        // SAFETY: advice on the page just mapped, whose contents it does not change in this
+        // process.
         unsafe { madvise(page.as_mut_ptr().cast(), page.len(), Advice::LinuxWipeOnFork) }
             .map_err(|error| fail(&error.into()))?;
         let guard = Self { page };

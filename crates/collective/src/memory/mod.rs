@@ -1,4 +1,5 @@
-//! Memory that ranks share: spans, copies between them, and buffers of a group; and a guard that detects forks.
+//! Memory that ranks share: spans, copies between them, and buffers of a group; and a guard that
+//! detects forks.
 
 pub(crate) mod copy;
 mod fork_guard;

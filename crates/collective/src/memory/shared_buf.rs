@@ -5,9 +5,9 @@
 //! by its [`Work`](crate::Work). An operation that fails detaches the memory from the peers before
 //! it returns, see [`Backend::run`](crate::Backend::run).
 //!
-//! A forked child has the memory mapped, too, and would write into its parent's, so every access checks for a fork.
-//! Advice to the kernel does not help: `MADV_WIPEONFORK` is for private memory, and after `MADV_DONTFORK` the child's
-//! next allocation may be at the buffer's address.
+//! A forked child has the memory mapped, too, and would write into its parent's, so every access
+//! checks for a fork. Advice to the kernel does not help: `MADV_WIPEONFORK` is for private memory,
+//! and after `MADV_DONTFORK` the child's next allocation may be at the buffer's address.
 
 #![expect(unsafe_code, reason = "makes slices of memory mapped by the backend")]
 
@@ -20,7 +20,8 @@ use std::sync::Arc;
 use super::ForkGuard;
 use crate::{Element, Error, Result};
 
-/// This rank's part of the memory from [`Backend::alloc`](crate::backend::Backend::alloc), zeroed and aligned to 64 bytes.
+/// This rank's part of the memory from [`Backend::alloc`](crate::backend::Backend::alloc), zeroed
+/// and aligned to 64 bytes.
 #[derive(Debug)]
 pub struct RawShared {
     pub(crate) ptr: NonNull<u8>,
@@ -34,9 +35,9 @@ impl RawShared {
     ///
     /// # Safety
     ///
-    /// They are zero, aligned to 64 bytes, and readable and writable while `keep` lives. Nothing else
-    /// in the program refers to them, and peers access them only while an operation on them runs on
-    /// this rank.
+    /// They are zero, aligned to 64 bytes, and readable and writable while `keep` lives. Nothing
+    /// else in the program refers to them, and peers access them only while an operation on them
+    /// runs on this rank.
     pub unsafe fn new(ptr: NonNull<u8>, bytes: usize, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { ptr, bytes, _keep: keep }
     }
@@ -47,11 +48,13 @@ impl RawShared {
 /// The group that made it reduces it in place; for any other use it is ordinary memory. It may
 /// outlive its group.
 ///
-/// Each dereference reads a flag, to detect a fork; a loop over single elements is faster over the slice.
+/// Each dereference reads a flag, to detect a fork; a loop over single elements is faster over the
+/// slice.
 ///
 /// # Panics
 ///
-/// Dereferencing panics in a fork of the process that made it, which owns the memory; dropping it does not.
+/// Dereferencing panics in a fork of the process that made it, which owns the memory; dropping it
+/// does not.
 #[derive(Debug)]
 pub struct SharedBuf<T> {
     raw: RawShared,
@@ -95,7 +98,8 @@ impl<T: Element> Deref for SharedBuf<T> {
     fn deref(&self) -> &[T] {
         self.check_fork();
         // SAFETY: `count` elements are mapped and aligned (checked in `new`), they hold `Element`s,
-        // and nothing writes while `self` is borrowed and no operation runs on it; a fork does not get here.
+        // and nothing writes while `self` is borrowed and no operation runs on it; a fork does not
+        // get here.
         unsafe { std::slice::from_raw_parts(self.raw.ptr.cast().as_ptr(), self.count) }
     }
 }

@@ -1,10 +1,10 @@
 //! Raw memory that peers may also access: a pointer with bounds, never a reference.
 //!
 //! A rank's peers read its staged data and, for shared buffers, write its results, so no `&` or
-//! `&mut` to such memory may exist. A [`Span`] is a pointer and a length. Creating one is unsafe, and
-//! the creator justifies it; every later access is bounds-checked and safe. The algorithms' protocol,
-//! documented in [`backend::host`](crate::backend), prevents two ranks from accessing the same bytes
-//! at once.
+//! `&mut` to such memory may exist. A [`Span`] is a pointer and a length. Creating one is unsafe,
+//! and the creator justifies it; every later access is bounds-checked and safe. The algorithms'
+//! protocol, documented in [`backend::host`](crate::backend), prevents two ranks from accessing the
+//! same bytes at once.
 
 #![expect(unsafe_code, reason = "makes pointers to memory shared with peers")]
 
@@ -43,8 +43,8 @@ impl<'a> Span<'a> {
     /// # Safety
     ///
     /// For all of `'a` the `len` bytes at `ptr` are readable and, unless this span is only copied
-    /// from, writable. They are accessed only through this span and through pointers, and never by two
-    /// ranks or threads at once unless all of them only read.
+    /// from, writable. They are accessed only through this span and through pointers, and never by
+    /// two ranks or threads at once unless all of them only read.
     pub(crate) unsafe fn new(ptr: *mut u8, len: usize) -> Self {
         Self { ptr, len, life: PhantomData }
     }
@@ -74,8 +74,9 @@ impl<'a> Span<'a> {
         copy::cached(self, source);
     }
 
-    /// Copies all of `source`, which has the same length and does not overlap, by `route` to here, which other cores
-    /// read. With either route the copy is visible before anything this thread publishes afterwards.
+    /// Copies all of `source`, which has the same length and does not overlap, by `route` to here,
+    /// which other cores read. With either route the copy is visible before anything this thread
+    /// publishes afterwards.
     pub(crate) fn copy_by(self, route: Route, source: Span<'_>) {
         match route {
             Route::Cached => copy::cached_to_shared(self, source),

@@ -1,9 +1,9 @@
 //! Chooses the address at which peers reach this rank.
 //!
-//! It is the address of the interface over which this rank reaches the store, because the peers reach the
-//! store, too. The hostname is not used, because on many machines it resolves to a loopback address. The
-//! environment variable `COLLECTIVE_IFNAME` overrides the choice: `eth0` selects this interface, `^lo` any
-//! other than `lo`.
+//! It is the address of the interface over which this rank reaches the store, because the peers
+//! reach the store, too. The hostname is not used, because on many machines it resolves to a
+//! loopback address. The environment variable `COLLECTIVE_IFNAME` overrides the choice: `eth0`
+//! selects this interface, `^lo` any other than `lo`.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 
@@ -14,8 +14,9 @@ use crate::{Error, Result};
 /// The variable that names the interface.
 const IFNAME: &str = "COLLECTIVE_IFNAME";
 
-/// Returns the address to publish. `to_store` is the local address of this rank's connection to the store; if it
-/// is a loopback address, the local address towards `remote`, a peer on another machine, is used.
+/// Returns the address to publish. `to_store` is the local address of this rank's connection to the
+/// store; if it is a loopback address, the local address towards `remote`, a peer on another
+/// machine, is used.
 pub(crate) fn own(to_store: IpAddr, remote: Option<IpAddr>) -> Result<IpAddr> {
     let route = match remote {
         Some(peer) if to_store.is_loopback() => local_address_towards(peer)?,

@@ -1,4 +1,5 @@
-//! Connections: non-blocking streams, socket options, and the address at which peers reach this rank.
+//! Connections: non-blocking streams, socket options, and the address at which peers reach this
+//! rank.
 
 pub(crate) mod address;
 pub(crate) mod sockopt;

@@ -11,8 +11,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::{Error, Result};
 
-/// Makes the system detect an unreachable peer within about [`DEAD_AFTER_MS`], while this side waits
-/// (keepalive probes) or sends (unacknowledged data).
+/// Makes the system detect an unreachable peer within about [`DEAD_AFTER_MS`], while this side
+/// waits (keepalive probes) or sends (unacknowledged data).
 pub(crate) fn detect_dead_peer(socket: impl AsFd) -> io::Result<()> {
     sockopt::set_socket_keepalive(&socket, true)?;
     sockopt::set_tcp_keepidle(&socket, Duration::from_secs(10))?;
@@ -22,7 +22,8 @@ pub(crate) fn detect_dead_peer(socket: impl AsFd) -> io::Result<()> {
 }
 
 /// Sets large socket buffers, so that a connection is fast before the system's autotuning has grown
-/// them. An explicit size disables autotuning, so nothing is set if the system's maximum is smaller.
+/// them. An explicit size disables autotuning, so nothing is set if the system's maximum is
+/// smaller.
 pub(crate) fn set_buffer_sizes(socket: impl AsFd) -> io::Result<()> {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
     let limit = |name| {

@@ -1,8 +1,9 @@
 //! Non-blocking byte streams to and from one peer.
 //!
 //! Between machines a stream is a [`Socket`], within one a ring in shared memory. A socket receives
-//! large messages directly into the destination. Further bytes, which are often the next header and a whole small
-//! message, go to a small read-ahead buffer, so that a small operation costs one system call each way.
+//! large messages directly into the destination. Further bytes, which are often the next header and
+//! a whole small message, go to a small read-ahead buffer, so that a small operation costs one
+//! system call each way.
 
 use std::fmt::Debug;
 use std::io;
@@ -16,20 +17,22 @@ use crate::memory::Span;
 
 /// Size of the read-ahead buffer, in bytes.
 const READ_AHEAD: usize = 8 << 10;
-/// Maximum length of head and body that are copied together and sent with one `send`, and of what is received with
-/// one `recv` and copied, which is faster than a `sendmsg` or `recvmsg` of two parts.
+/// Maximum length of head and body that are copied together and sent with one `send`, and of what
+/// is received with one `recv` and copied, which is faster than a `sendmsg` or `recvmsg` of two
+/// parts.
 const COALESCE_BYTES: usize = 2 << 10;
-/// Maximum number of bytes sent before receives are tried, so that a different fingerprint is detected
-/// before the socket's buffer is full.
+/// Maximum number of bytes sent before receives are tried, so that a different fingerprint is
+/// detected before the socket's buffer is full.
 const MAX_SEND_BYTES: usize = 512 << 10;
 
 /// A byte stream to a peer, and one from it.
 pub(crate) trait DuplexStream {
-    /// Sends as much of `head` and then `body` as fits without blocking; returns the number of bytes.
+    /// Sends as much of `head` and then `body` as fits without blocking; returns the number of
+    /// bytes.
     fn try_send(&mut self, head: Span<'_>, body: Span<'_>) -> io::Result<usize>;
 
-    /// Receives what has arrived, up to the length of `into`; returns the number of bytes. The end of the
-    /// stream is an error.
+    /// Receives what has arrived, up to the length of `into`; returns the number of bytes. The end
+    /// of the stream is an error.
     fn try_receive(&mut self, into: Span<'_>) -> io::Result<usize>;
 
     /// Same as [`try_receive`](Self::try_receive), for a header.
@@ -40,8 +43,8 @@ pub(crate) trait DuplexStream {
 
 /// A duplex stream that a rank can poll.
 ///
-/// It may access the memory of a send or receive until it has returned the count of all its bytes, or
-/// until [`end_call`](Self::end_call).
+/// It may access the memory of a send or receive until it has returned the count of all its bytes,
+/// or until [`end_call`](Self::end_call).
 pub(crate) trait PeerStream: DuplexStream + Debug + Send {
     /// Returns the descriptor to poll until it can receive or send; `None` if it can now.
     fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<PollFd<'_>>>;

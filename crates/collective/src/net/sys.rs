@@ -1,4 +1,5 @@
-//! Linux system calls: non-blocking sends and receives of raw memory, `ppoll` and event descriptors.
+//! Linux system calls: non-blocking sends and receives of raw memory, `ppoll` and event
+//! descriptors.
 
 #![expect(unsafe_code, reason = "system calls on raw memory")]
 
@@ -45,8 +46,8 @@ pub(crate) fn send_both(
     })
 }
 
-/// Receives into `body`, and further bytes into `rest`; returns the number of bytes, 0 if the peer has
-/// closed the connection.
+/// Receives into `body`, and further bytes into `rest`; returns the number of bytes, 0 if the peer
+/// has closed the connection.
 pub(crate) fn receive_both(
     socket: BorrowedFd<'_>,
     body: Span<'_>,
@@ -57,8 +58,8 @@ pub(crate) fn receive_both(
         libc::iovec { iov_base: rest.as_mut_ptr().cast(), iov_len: rest.len() },
     ];
     let mut message = message(&parts);
-    // SAFETY: the socket is open; the parts are alive during the call, writable (`body` is a writable
-    // span, as its creator argues) and disjoint.
+    // SAFETY: the socket is open; the parts are alive during the call, writable (`body` is a
+    // writable span, as its creator argues) and disjoint.
     check(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
 }
 

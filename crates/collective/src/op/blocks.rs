@@ -1,7 +1,8 @@
-//! The checks of a call that need no peer, and [`Blocks`]: what each rank sends to and receives from each other rank.
+//! The checks of a call that need no peer, and [`Blocks`]: what each rank sends to and receives
+//! from each other rank.
 //!
-//! Shared by the verbs on slices, [`group::verbs`](crate::group::verbs), and those on device memory,
-//! [`device::DeviceCalls`](crate::device::DeviceCalls).
+//! Shared by the verbs on slices, [`group::verbs`](crate::group::verbs), and those on device
+//! memory, [`device::DeviceCalls`](crate::device::DeviceCalls).
 
 use std::ops::Range;
 
@@ -20,8 +21,8 @@ pub(crate) const fn describe(
     OpDesc { verb, dtype, op, root, count }
 }
 
-/// The blocks of this rank's buffers in a call that moves one block between each pair of ranks, or between each rank
-/// and the root; including the block that this rank sends to itself.
+/// The blocks of this rank's buffers in a call that moves one block between each pair of ranks, or
+/// between each rank and the root; including the block that this rank sends to itself.
 pub(crate) struct Blocks {
     /// Destination ranks, and ranges of the input.
     pub(crate) sends: Vec<(Rank, Range<usize>)>,
@@ -30,8 +31,9 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// Checks a call of rank `rank` of `world`. `output` and `input` are the buffers' lengths and, for a buffer with
-    /// a block per rank, the blocks' lengths. A buffer that only the root uses is ignored elsewhere.
+    /// Checks a call of rank `rank` of `world`. `output` and `input` are the buffers' lengths and,
+    /// for a buffer with a block per rank, the blocks' lengths. A buffer that only the root uses is
+    /// ignored elsewhere.
     pub(crate) fn new(
         desc: &OpDesc,
         (rank, world): (Rank, usize),
@@ -74,7 +76,8 @@ impl Blocks {
         }
     }
 
-    /// Returns the ranges in the output and in the input of the block that this rank sends to itself.
+    /// Returns the ranges in the output and in the input of the block that this rank sends to
+    /// itself.
     pub(crate) fn own(&self, rank: Rank) -> Option<(Range<usize>, Range<usize>)> {
         let of = |blocks: &[(Rank, Range<usize>)]| {
             blocks.iter().find(|(peer, _)| *peer == rank).map(|(_, block)| block.clone())

@@ -1,10 +1,10 @@
-//! [`OpDesc`], which describes a call of any verb, and the [`Fingerprint`] that ranks compare before data
-//! moves.
+//! [`OpDesc`], which describes a call of any verb, and the [`Fingerprint`] that ranks compare
+//! before data moves.
 //!
-//! [`ProcessGroup`](crate::ProcessGroup) turns every call into an [`OpDesc`]; backends, checks and error
-//! texts use only descriptors. A [`Fingerprint`] is a descriptor with its sequence number in the group,
-//! packed into a few words that every rank publishes when it enters the operation. It is not a hash:
-//! peers decode it to report what the other rank called.
+//! [`ProcessGroup`](crate::ProcessGroup) turns every call into an [`OpDesc`]; backends, checks and
+//! error texts use only descriptors. A [`Fingerprint`] is a descriptor with its sequence number in
+//! the group, packed into a few words that every rank publishes when it enters the operation. It is
+//! not a hash: peers decode it to report what the other rank called.
 
 use std::fmt;
 
@@ -150,7 +150,8 @@ impl OpDesc {
         }
     }
 
-    /// Returns the number of elements of the output buffer of [`Backend::run`](crate::Backend::run).
+    /// Returns the number of elements of the output buffer of
+    /// [`Backend::run`](crate::Backend::run).
     pub fn output_count(&self, world_size: usize) -> usize {
         match self.verb {
             Verb::AllGather | Verb::Counts => self.count * world_size,

@@ -1,9 +1,9 @@
 //! One bucket: shared memory that is accessible or in flight.
 //!
 //! Buckets of different types are kept in one list as `dyn Bucket`; typed access goes through
-//! [`slice`](fn@slice) and [`slice_mut`], which return `None` for another type, or while the bucket is in
-//! flight. A [`Plain`] is sent uncompressed, on the host or through a device; a
-//! [`Cast`] is sent as 16-bit floats; a `PowerSgdBucket` is sent as low-rank factors.
+//! [`slice`](fn@slice) and [`slice_mut`], which return `None` for another type, or while the bucket
+//! is in flight. A [`Plain`] is sent uncompressed, on the host or through a device; a [`Cast`] is
+//! sent as 16-bit floats; a `PowerSgdBucket` is sent as low-rank factors.
 
 use std::any::Any;
 use std::fmt::Debug;
@@ -114,8 +114,8 @@ impl<T: Gradient> Elements for SharedBuf<T> {
     }
 }
 
-/// Allocates a zeroed bucket that is sent in the format of `hook`, through a device if `via` is set. Every rank must
-/// call it in the same order.
+/// Allocates a zeroed bucket that is sent in the format of `hook`, through a device if `via` is
+/// set. Every rank must call it in the same order.
 pub(super) fn alloc(
     group: &ProcessGroup,
     #[cfg_attr(

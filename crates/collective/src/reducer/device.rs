@@ -29,24 +29,24 @@ use crate::{DType, DeviceBuf, DeviceStream, DeviceWork, Error, ProcessGroup, Red
 ///   gradient's memory in its bucket; a gradient outside of it is copied in stream order.
 /// * **The caller provides kernels.** This crate has none. [`BucketKernels`] adds gradients that
 ///   are outside of their slots, casts buckets of f32 that are sent in 16 bits ([`CommHook`]), and
-///   has an epilogue, called for each bucket after its all-reduce, in the same stream. The bucket is
-///   then still in the device's cache, so a finite check or a sum of squares reads no memory.
+///   has an epilogue, called for each bucket after its all-reduce, in the same stream. The bucket
+///   is then still in the device's cache, so a finite check or a sum of squares reads no memory.
 ///
 /// # Where the kernels come from
 ///
-/// `amp` and `fused-optim` provide them. Neither depends on this crate: all three represent addresses and streams as
-/// numbers. Casts are `amp::cuda::cast` over an `amp::cuda::Gpu::with_stream` of
-/// [`stream`](Self::stream). The finite check and the gradients' norm are an
-/// `amp::cuda::CudaScaler` over the same: `bind_parts`, a part for each bucket, in
+/// `amp` and `fused-optim` provide them. Neither depends on this crate: all three represent
+/// addresses and streams as numbers. Casts are `amp::cuda::cast` over an
+/// `amp::cuda::Gpu::with_stream` of [`stream`](Self::stream). The finite check and the gradients'
+/// norm are an `amp::cuda::CudaScaler` over the same: `bind_parts`, a part for each bucket, in
 /// [`laid_out`](BucketKernels::laid_out), `check_part(bucket)` in
 /// [`averaged`](BucketKernels::averaged). On the stream passed to `finish`,
 /// `fused_optim::cuda::CudaOptimizer::step_unless` reads the result on the device. If a step clips
-/// by the norm, `CudaOptimizer::take_grad_stats` of the bucket's tensors, on a `Gpu` of the same stream,
-/// replaces `check_part`: `step` then reads no gradient twice.
+/// by the norm, `CudaOptimizer::take_grad_stats` of the bucket's tensors, on a `Gpu` of the same
+/// stream, replaces `check_part`: `step` then reads no gradient twice.
 ///
 /// ```text
-/// ready(i) .. ready(j)  ->  bucket's stream: all-reduce | check     all-reduce | check  ...
-/// caller's stream:  backward ............................ finish | step_unless(found_inf) | forward
+/// ready(i) .. ready(j) -> bucket's stream: all-reduce | check  all-reduce | check  ...
+/// caller's stream:  backward ...................... finish | step_unless(found_inf) | forward
 /// ```
 ///
 /// # Failures
@@ -94,8 +94,8 @@ impl<K: BucketKernels> DeviceReducer<K> {
     /// # Errors
     ///
     /// [`Error::Mismatch`] on every rank, with the first parameter or option that differs;
-    /// [`Error::Unsupported`] for parameters that are not floating-point numbers, for a group without
-    /// a device, for [`static_graph`](ReducerOptions::static_graph),
+    /// [`Error::Unsupported`] for parameters that are not floating-point numbers, for a group
+    /// without a device, for [`static_graph`](ReducerOptions::static_graph),
     /// [`through_device`](ReducerOptions::through_device) and PowerSGD; the errors of
     /// [`DeviceCalls::alloc`](crate::device::DeviceCalls::alloc) and of `kernels`.
     pub fn new(
@@ -225,9 +225,9 @@ impl<K: BucketKernels> DeviceReducer<K> {
     ///
     /// # Errors
     ///
-    /// Same as [`Reducer::finish`](super::Reducer::finish); [`Error::Unsupported`] for a stream that is
-    /// being captured; errors of the kernels. Any of them makes the reducer and its group unusable, also with one
-    /// rank.
+    /// Same as [`Reducer::finish`](super::Reducer::finish); [`Error::Unsupported`] for a stream
+    /// that is being captured; errors of the kernels. Any of them makes the reducer and its group
+    /// unusable, also with one rank.
     ///
     /// # Safety
     ///
@@ -469,7 +469,8 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Poll interval of a mark.
 const TICK: Duration = Duration::from_micros(200);
 
-/// Returns the 16-bit type in which buckets of f32 are sent, if any; rejects options that only the host's reducer has.
+/// Returns the 16-bit type in which buckets of f32 are sent, if any; rejects options that only the
+/// host's reducer has.
 fn compression(options: &ReducerOptions) -> Result<Option<DType>> {
     let what = match options {
         ReducerOptions { static_graph: true, .. } => "static graphs on devices".to_owned(),

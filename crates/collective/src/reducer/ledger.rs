@@ -173,8 +173,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Returns the slots to zero before a pass: they hold other ranks' gradients of parameters that this
-    /// rank does not use in the static graph.
+    /// Returns the slots to zero before a pass: they hold other ranks' gradients of parameters that
+    /// this rank does not use in the static graph.
     pub(super) fn stale(&self) -> impl Iterator<Item = Slot> {
         let stale = |state: &ParamState| state.idle == Idle::OnThisRank && !state.has_grad;
         let slots = self.plan.slots().iter().zip(&self.states);
@@ -268,9 +268,9 @@ impl Ledger {
     ///
     /// # Errors
     ///
-    /// [`Error::UnusedParameters`] if unused parameters are not allowed, [`Error::InvalidArgument`] if an earlier
-    /// pass's external gradient would be left out of the average of several ranks. A group of several ranks is then
-    /// aborted.
+    /// [`Error::UnusedParameters`] if unused parameters are not allowed, [`Error::InvalidArgument`]
+    /// if an earlier pass's external gradient would be left out of the average of several ranks. A
+    /// group of several ranks is then aborted.
     pub(super) fn complete_unused(&mut self, group: &ProcessGroup) -> Result<Vec<Slot>> {
         let unused = |(_, state): &(usize, &ParamState)| state.is_unused();
         let unused: Vec<_> = self.states.iter().enumerate().filter(unused).collect();
@@ -305,7 +305,8 @@ impl Ledger {
         Ok(empty)
     }
 
-    /// Returns a flag per parameter, whether it got a gradient on this rank; `None` if ranks do not exchange the flags.
+    /// Returns a flag per parameter, whether it got a gradient on this rank; `None` if ranks do not
+    /// exchange the flags.
     pub(super) fn used(&self) -> Option<Vec<u8>> {
         let map = || self.states.iter().map(|state| state.used.into()).collect();
         self.exchanges_used().then(map)
@@ -358,14 +359,16 @@ impl Ledger {
     }
 
     /// Returns the number of passes averaged, the order of the final layout (empty before that
-    /// exists), and for each parameter whether the static graph does not use it on this rank (1) or on any rank (2).
+    /// exists), and for each parameter whether the static graph does not use it on this rank (1) or
+    /// on any rank (2).
     pub(super) fn state(&self) -> (u64, Vec<usize>, Vec<u8>) {
         let order = self.plan.buckets().iter().flat_map(|bucket| bucket.params.iter().copied());
         let order = if self.rebuilt { order.collect() } else { Vec::new() };
         (self.passes, order, self.states.iter().map(|state| state.idle as u8).collect())
     }
 
-    /// Restores a [`state`](Self::state), and drops the gradients. Returns the new layout, if it changes.
+    /// Restores a [`state`](Self::state), and drops the gradients. Returns the new layout, if it
+    /// changes.
     pub(super) fn load_state(
         &mut self,
         passes: u64,

@@ -69,14 +69,15 @@ pub struct ReducerOptions {
     /// How a bucket is communicated.
     pub comm_hook: CommHook,
     /// Whether buckets are averaged in the memory of the group's device, by the
-    /// [rules](crate::device::DeviceCalls) there: for gradients in host memory in a group over
-    /// NCCL or HCCL. Each bucket is copied to the device when it is full and back when the pass ends. Not
-    /// with PowerSGD. Default: off.
+    /// [rules](crate::device::DeviceCalls) there: for gradients in host memory in a group over NCCL
+    /// or HCCL. Each bucket is copied to the device when it is full and back when the pass ends.
+    /// Not with PowerSGD. Default: off.
     pub through_device: bool,
 }
 
 /// How a bucket is communicated; modelled on `torch.distributed.algorithms.ddp_comm_hooks`. A
-/// [`DeviceReducer`] compresses only buckets of `f32`, with its kernels, and sends others uncompressed.
+/// [`DeviceReducer`] compresses only buckets of `f32`, with its kernels, and sends others
+/// uncompressed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 #[doc(alias = "register_comm_hook")]
@@ -184,8 +185,8 @@ impl Reducer {
     ///
     /// [`Error::Mismatch`] on every rank, with the first parameter or option that differs;
     /// [`Error::Unsupported`] for parameters that are not floating-point numbers, and for
-    /// [`through_device`](ReducerOptions::through_device) in a group without a device; the errors of
-    /// [`ProcessGroup::alloc`].
+    /// [`through_device`](ReducerOptions::through_device) in a group without a device; the errors
+    /// of [`ProcessGroup::alloc`].
     pub fn new(
         group: ProcessGroup,
         params: Vec<ParamInfo>,
@@ -226,7 +227,8 @@ impl Reducer {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`], with the parameter's name, if it already has a gradient in this
-    /// pass or its type or length is wrong; nothing is changed then. Otherwise an earlier bucket's failure.
+    /// pass or its type or length is wrong; nothing is changed then. Otherwise an earlier bucket's
+    /// failure.
     #[expect(clippy::missing_panics_doc, reason = "`check_gradient` rules the panic out")]
     pub fn ready<T: Gradient>(&mut self, index: usize, grad: &[T]) -> Result<()> {
         self.check_usable()?;
@@ -245,15 +247,15 @@ impl Reducer {
         self.launch_full()
     }
 
-    /// Same as [`ready`](Self::ready), for a gradient of `count` elements of `dtype` that stays outside
-    /// the buckets. The caller accumulates it, including the gradient in its bucket, which the
-    /// reducer drops. Only where nothing is averaged: in a group of one rank, or in a pass without
-    /// `sync`. [`grad`](Self::grad) does not return it.
+    /// Same as [`ready`](Self::ready), for a gradient of `count` elements of `dtype` that stays
+    /// outside the buckets. The caller accumulates it, including the gradient in its bucket, which
+    /// the reducer drops. Only where nothing is averaged: in a group of one rank, or in a pass
+    /// without `sync`. [`grad`](Self::grad) does not return it.
     ///
     /// # Errors
     ///
-    /// Same as [`ready`](Self::ready); [`Error::InvalidArgument`] in a pass with `sync` of several ranks
-    /// or with a [`comm_hook`](ReducerOptions::comm_hook).
+    /// Same as [`ready`](Self::ready); [`Error::InvalidArgument`] in a pass with `sync` of several
+    /// ranks or with a [`comm_hook`](ReducerOptions::comm_hook).
     pub fn mark_ready_external(&mut self, index: usize, dtype: DType, count: usize) -> Result<()> {
         self.check_usable()?;
         self.ledger.check_gradient(index, dtype, count)?;
@@ -276,10 +278,11 @@ impl Reducer {
     ///
     /// [`Error::UnusedParameters`] on a rank with parameters without gradient, unless
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters); its peers get
-    /// [`Error::Aborted`] with the beginning of the same text. [`Error::InvalidArgument`] likewise, for a parameter
-    /// whose only gradient is [external](Self::mark_ready_external) in a pass with `sync` of several ranks. Otherwise a
-    /// peer's failure. After any error the reducer and its group are unusable, except for `UnusedParameters` in a group of
-    /// one rank, which drops all gradients.
+    /// [`Error::Aborted`] with the beginning of the same text. [`Error::InvalidArgument`] likewise,
+    /// for a parameter whose only gradient is [external](Self::mark_ready_external) in a pass with
+    /// `sync` of several ranks. Otherwise a peer's failure. After any error the reducer and its
+    /// group are unusable, except for `UnusedParameters` in a group of one rank, which drops all
+    /// gradients.
     pub fn finish(&mut self) -> Result<()> {
         self.check_usable()?;
         if !self.ledger.end_pass()? {
@@ -317,14 +320,15 @@ impl Reducer {
         self.ledger.zero_grad();
     }
 
-    /// Multiplies PowerSGD's error, which is added to the next pass's gradients, by `factor`. Call it between passes on
-    /// every rank when the loss scale changes, with the new scale divided by the old one.
+    /// Multiplies PowerSGD's error, which is added to the next pass's gradients, by `factor`. Call
+    /// it between passes on every rank when the loss scale changes, with the new scale divided by
+    /// the old one.
     pub fn rescale(&mut self, factor: f32) {
         self.buckets.iter_mut().for_each(|bucket| bucket.rescale(factor));
     }
 
-    /// Returns the reducer's state between two passes; `None` without PowerSGD, because the next pass
-    /// then depends only on gradients.
+    /// Returns the reducer's state between two passes; `None` without PowerSGD, because the next
+    /// pass then depends only on gradients.
     pub fn state_dict(&self) -> Option<ReducerState> {
         self.keeps_memory.then(|| {
             let (passes, order, idle) = self.ledger.state();

@@ -86,7 +86,8 @@ impl BucketPlan {
     ///
     /// # Errors
     ///
-    /// Same as [`registered`](Self::registered), and if `order` is not a permutation of the parameters.
+    /// Same as [`registered`](Self::registered), and if `order` is not a permutation of the
+    /// parameters.
     pub fn arrived(params: &[ParamInfo], order: &[usize], caps: &[usize]) -> Result<Self> {
         let mut seen = vec![false; params.len()];
         let fresh =

@@ -10,12 +10,14 @@
 //! generator instead of torch's, seeded by the bucket's first parameter, so the numbers differ from
 //! PyTorch's; they are the same on all ranks.
 //!
-//! Under a loss scale gradients overflow by design. If the averaged factors of a matrix are not finite, neither is its
-//! average, so that the optimizer skips the step; its error is zeroed and its `Q` drawn again, on all ranks alike.
-//! [`Reducer::rescale`](super::Reducer::rescale) keeps the error in the units of the coming gradients.
+//! Under a loss scale gradients overflow by design. If the averaged factors of a matrix are not
+//! finite, neither is its average, so that the optimizer skips the step; its error is zeroed and
+//! its `Q` drawn again, on all ranks alike. [`Reducer::rescale`](super::Reducer::rescale) keeps the
+//! error in the units of the coming gradients.
 //!
 //! `P` is sent while backward continues. `Q` needs the averaged `P`, so it is sent in
-//! [`wait`](Bucket::wait). [`Reducer::state_dict`](super::Reducer::state_dict) holds the state between passes.
+//! [`wait`](Bucket::wait). [`Reducer::state_dict`](super::Reducer::state_dict) holds the state
+//! between passes.
 
 use std::ops::Range;
 
@@ -72,7 +74,8 @@ impl PowerSgd {
     }
 }
 
-/// One compressed gradient: its range in the bucket, and the ranges `p` and `q` of its factors in their buffers.
+/// One compressed gradient: its range in the bucket, and the ranges `p` and `q` of its factors in
+/// their buffers.
 #[derive(Clone, Debug)]
 struct Matrix {
     range: Range<usize>,

@@ -78,7 +78,8 @@ impl StagedBuf {
         let (ptr, len) = (to.as_mut_ptr().cast(), size_of_val(to));
         // SAFETY: any bytes are a valid float, and the slice is borrowed exclusively.
         let bytes = unsafe { std::slice::from_raw_parts_mut(ptr, len) };
-        // SAFETY: memory of the group's device; the work on it is complete. The lengths are as in `begin`.
+        // SAFETY: memory of the group's device; the work on it is complete. The lengths are as in
+        // `begin`.
         unsafe { backend(&self.staging.group).download(bytes, self.buf) }
     }
 }

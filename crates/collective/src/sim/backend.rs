@@ -1,9 +1,9 @@
 //! The simulator as a backend: ranks are threads with real data and virtual clocks.
 //!
-//! A host group of threads moves the data, compares calls and reports missing ranks. Each rank has a virtual clock.
-//! Once all ranks have entered an operation, the first rank to leave it simulates the operation and sets all clocks.
-//! Point-to-point messages need no such synchronization: the sender records each message's arrival time for its
-//! receiver.
+//! A host group of threads moves the data, compares calls and reports missing ranks. Each rank has
+//! a virtual clock. Once all ranks have entered an operation, the first rank to leave it simulates
+//! the operation and sets all clocks. Point-to-point messages need no such synchronization: the
+//! sender records each message's arrival time for its receiver.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
@@ -104,8 +104,8 @@ struct SimState {
     clocks: Vec<Time>,
     /// The rank's messages in the latest operation that it has entered, if that is an exchange.
     rounds: Vec<Round>,
-    /// If the operation that the rank is in has been simulated: when the rank finished it, or `None` if
-    /// it did not.
+    /// If the operation that the rank is in has been simulated: when the rank finished it, or
+    /// `None` if it did not.
     done: Vec<Option<Option<Time>>>,
     /// Arrival times of messages that have not been received, by sender and receiver.
     arrivals: HashMap<(Rank, Rank), VecDeque<Time>>,
@@ -171,15 +171,16 @@ impl Sim {
         self.world.failure(self.core.rank, op).map_or(Ok(()), Err)
     }
 
-    /// Runs an operation of all ranks on the host group, then simulates it unless another rank has done so.
+    /// Runs an operation of all ranks on the host group, then simulates it unless another rank has
+    /// done so.
     fn step<T>(&self, op: &OpDesc, round: Round, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let (world, rank) = (&*self.world, self.core.rank);
         self.begin(op)?;
         world.state.lock().rounds[rank] = round;
         let value = run().map_err(|error| world.failure(rank, op).unwrap_or(error))?;
         let mut state = world.state.lock();
-        // All ranks have entered, because the host group compares all calls before it returns. So each has
-        // taken its result of the operation before.
+        // All ranks have entered, because the host group compares all calls before it returns. So
+        // each has taken its result of the operation before.
         if state.done[rank].is_none() {
             world.simulate(&mut state, op);
         }

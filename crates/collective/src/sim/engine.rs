@@ -182,8 +182,8 @@ struct Engine<'a> {
     schedules: &'a [Schedule],
     queue: Queue,
     ranks: Vec<Runner>,
-    /// For each pair of ranks (see `pair`): messages that the current round still has to receive, or, if negative,
-    /// messages that arrived early.
+    /// For each pair of ranks (see `pair`): messages that the current round still has to receive,
+    /// or, if negative, messages that arrived early.
     balance: Vec<i32>,
     /// When each machine's interface is free, for sending and for receiving.
     outside: Vec<[Time; 2]>,
@@ -438,15 +438,15 @@ impl<'a> Engine<'a> {
     }
 }
 
-/// Index of a pair of ranks in [`Engine::balance`]. Pairs at the same distance are adjacent, because ranks usually
-/// send to the same distance at the same time.
+/// Index of a pair of ranks in [`Engine::balance`]. Pairs at the same distance are adjacent,
+/// because ranks usually send to the same distance at the same time.
 fn pair(from: Rank, to: Rank, world: usize) -> usize {
     let ahead = if to >= from { to - from } else { to + world - from };
     ahead * world + from
 }
 
-/// Returns the first failure. If several ranks time out at the same time, prefers one whose missing ranks include a
-/// rank that did not time out, because the other timeouts follow from it.
+/// Returns the first failure. If several ranks time out at the same time, prefers one whose missing
+/// ranks include a rank that did not time out, because the other timeouts follow from it.
 fn first_failure(failures: Vec<SimFailure>) -> Option<SimFailure> {
     let at = failures.iter().map(SimFailure::at).min()?;
     let first: Vec<_> = failures.into_iter().filter(|failure| failure.at() == at).collect();
@@ -502,7 +502,8 @@ fn ticks(seconds: f64) -> Time {
     round_to_tick(seconds * 1e12)
 }
 
-/// Equals `ticks.round()` for non-negative numbers. Without SSE 4.1 `round` is a call into libm; this is inlined.
+/// Equals `ticks.round()` for non-negative numbers. Without SSE 4.1 `round` is a call into libm;
+/// this is inlined.
 fn round_to_tick(ticks: f64) -> Time {
     let whole = ticks as i64;
     whole.cast_unsigned() + Time::from(ticks - whole as f64 >= 0.5)

@@ -1,19 +1,22 @@
-//! A discrete-event simulator: runs the algorithms of the TCP backend on a simulated network in virtual time.
+//! A discrete-event simulator: runs the algorithms of the TCP backend on a simulated network in
+//! virtual time.
 //!
-//! It has two uses. [`simulate`] computes the cost of an operation on a [`Network`] of up to 8,192 ranks, with a
-//! given algorithm or the one that the cost model chooses, and the error of each rank if a fault occurs; it needs no
-//! data and one thread. [`ProcessGroup::simulated`](crate::ProcessGroup::simulated) is a group of threads with real
-//! data and virtual [clocks](Clocks), to test a program on networks and with faults ([`Fault`]) that are not
-//! available; its data move through shared memory. Both simulate the schedules of messages and folds that the TCP
-//! backend executes.
+//! It has two uses. [`simulate`] computes the cost of an operation on a [`Network`] of up to 8,192
+//! ranks, with a given algorithm or the one that the cost model chooses, and the error of each rank
+//! if a fault occurs; it needs no data and one thread.
+//! [`ProcessGroup::simulated`](crate::ProcessGroup::simulated) is a group of threads with real data
+//! and virtual [clocks](Clocks), to test a program on networks and with faults ([`Fault`]) that are
+//! not available; its data move through shared memory. Both simulate the schedules of messages and
+//! folds that the TCP backend executes.
 //!
 //! # The model
 //!
-//! A message of `n` bytes takes `latency + per_message + n * per_byte` (alpha is the first two, beta
-//! the last); folding `n` bytes takes `n * fold_per_byte` (gamma). The ranks of a machine share its
-//! network interface; see [`Network`]. Not modelled: congestion inside the switch, memory bandwidth
-//! shared by the ranks of a machine, and retransmission. With one rank per machine the times agree
-//! with the textbooks' closed forms within 1 %, which a test checks for 8 to 4,096 ranks.
+//! A message of `n` bytes takes `latency + per_message + n * per_byte` (alpha is the first two,
+//! beta the last); folding `n` bytes takes `n * fold_per_byte` (gamma). The ranks of a machine
+//! share its network interface; see [`Network`]. Not modelled: congestion inside the switch, memory
+//! bandwidth shared by the ranks of a machine, and retransmission. With one rank per machine the
+//! times agree with the textbooks' closed forms within 1 %, which a test checks for 8 to 4,096
+//! ranks.
 //!
 //! One latency after a rank dies, all ranks that have not finished report
 //! [`PeerDied`](crate::Error::PeerDied). A rank that waits in one round for longer than
@@ -63,9 +66,9 @@ pub struct Report {
 
 /// Simulates one operation among `world_size` ranks that all enter it at time 0, without data.
 ///
-/// If `algorithm` is `None`, the cost model chooses among those that keep the bits of `determinism`.
-/// The time in which ranks meet and compare their calls is not included, except for a barrier, which
-/// does nothing else and costs [`Network::meeting`].
+/// If `algorithm` is `None`, the cost model chooses among those that keep the bits of
+/// `determinism`. The time in which ranks meet and compare their calls is not included, except for
+/// a barrier, which does nothing else and costs [`Network::meeting`].
 ///
 /// # Errors
 ///

@@ -58,8 +58,8 @@ pub enum Fault {
         /// Factor by which it becomes slower.
         times: u32,
     },
-    /// A message is lost and not retransmitted. As in any ordered stream, all later messages between the same ranks
-    /// are lost with it.
+    /// A message is lost and not retransmitted. As in any ordered stream, all later messages
+    /// between the same ranks are lost with it.
     Loss {
         /// The sender.
         from: Rank,
@@ -105,8 +105,8 @@ impl Network {
         self
     }
 
-    /// Returns the time of a barrier of `world_size` ranks: `ceil(lg p)` empty messages, to partners
-    /// at distances 1, 2, 4, ..., between machines if there are several.
+    /// Returns the time of a barrier of `world_size` ranks: `ceil(lg p)` empty messages, to
+    /// partners at distances 1, 2, 4, ..., between machines if there are several.
     pub fn meeting(&self, world_size: usize) -> Duration {
         let alone = match &self.placement {
             Placement::Blocks(ranks) => *ranks >= world_size,

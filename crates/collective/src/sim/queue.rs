@@ -1,14 +1,16 @@
 //! The event queue: message events in time order; events at the same time in insertion order.
 //!
-//! Thousands of ranks often act at the same time, so each time is stored once, with all of its events. A rank that
-//! sends to all others starts messages that differ only in receiver and time, both by a constant step. Such a [`Run`]
-//! is stored as one entry, which moves to the next time when its first message is taken. So 4,096 ranks that send
-//! 16 million messages to each other need only a few thousand runs.
+//! Thousands of ranks often act at the same time, so each time is stored once, with all of its
+//! events. A rank that sends to all others starts messages that differ only in receiver and time,
+//! both by a constant step. Such a [`Run`] is stored as one entry, which moves to the next time
+//! when its first message is taken. So 4,096 ranks that send 16 million messages to each other need
+//! only a few thousand runs.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Picoseconds since the simulation began, up to 213 days; small enough that rounding errors do not matter.
+/// Picoseconds since the simulation began, up to 213 days; small enough that rounding errors do not
+/// matter.
 pub(super) type Time = u64;
 
 /// A message in transit.
@@ -48,7 +50,8 @@ pub(super) struct Queue {
     world: u32,
     /// Number of messages put so far.
     count: u64,
-    /// The latest run, which the next message may extend, with the times of its first and last message.
+    /// The latest run, which the next message may extend, with the times of its first and last
+    /// message.
     growing: Option<(Run, Time, Time)>,
     /// Runs by the time of their first message.
     times: BTreeMap<Time, Vec<Run>>,

@@ -1,5 +1,5 @@
-//! Reduction kernels: `out[i] = sources[0][i] . sources[1][i] . ...`, in the order of the sources, see
-//! [`Operands`].
+//! Reduction kernels: `out[i] = sources[0][i] . sources[1][i] . ...`, in the order of the sources,
+//! see [`Operands`].
 //!
 //! [`scalar`] is the definition; tests check that the vector code equals it bit for bit. Each call
 //! dispatches at run time on the processor's features: sums of `f32`, `f16` and `bf16` have vector
@@ -18,23 +18,25 @@ use crate::{DType, ReduceOp};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// From this size in bytes on, vectors start at a cache line of the first out. Large heap buffers are
-/// not line-aligned, and vectors that cross lines cost more than processing a few numbers one by one.
+/// From this size in bytes on, vectors start at a cache line of the first out. Large heap buffers
+/// are not line-aligned, and vectors that cross lines cost more than processing a few numbers one
+/// by one.
 const LARGE: usize = 16 << 10;
 
 /// The operands of a fold: `out[i] = prefix[i] . sources[0][i] . sources[1][i] . ...`.
 ///
-/// The sources have the same length, a whole number of elements of the data type. The other spans have
-/// as many elements; prefix and partial results have the type in which the fold computes, see [`acc_size`].
-/// An out may be one of the sources: each element is read from all sources before it is written.
+/// The sources have the same length, a whole number of elements of the data type. The other spans
+/// have as many elements; prefix and partial results have the type in which the fold computes, see
+/// [`acc_size`]. An out may be one of the sources: each element is read from all sources before it
+/// is written.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands<'a> {
     pub(crate) outs: &'a [Span<'a>],
     pub(crate) sources: &'a [Span<'a>],
     /// The partial result of earlier ranks.
     pub(crate) prefix: Option<Span<'a>>,
-    /// Number of ranks, including those of the prefix; `None` if others follow, so that the result is
-    /// a partial one.
+    /// Number of ranks, including those of the prefix; `None` if others follow, so that the result
+    /// is a partial one.
     pub(crate) ranks: Option<usize>,
 }
 
@@ -98,8 +100,8 @@ fn fold_scalar(dtype: DType, op: ReduceOp, operands: &Operands<'_>, bytes: Range
     }
 }
 
-/// Folds with vector instructions from byte `start` of the sources on, and returns the number of bytes
-/// folded; 0 if there is no kernel.
+/// Folds with vector instructions from byte `start` of the sources on, and returns the number of
+/// bytes folded; 0 if there is no kernel.
 #[cfg(target_arch = "x86_64")]
 fn fold_vector(dtype: DType, op: ReduceOp, operands: &Operands<'_>, start: usize) -> usize {
     let scale = match (op, operands.ranks) {

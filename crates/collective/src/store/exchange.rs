@@ -35,7 +35,8 @@ use crate::{Error, Rank, Result};
 ///         let store = store.clone();
 ///         scope.spawn(move || {
 ///             let rank = usize::from(rank);
-///             let all = exchange(&store, "addresses", rank, 3, &[rank as u8; 2], Duration::from_secs(5));
+///             let timeout = Duration::from_secs(5);
+///             let all = exchange(&store, "addresses", rank, 3, &[rank as u8; 2], timeout);
 ///             assert_eq!(all.unwrap(), [[0; 2], [1; 2], [2; 2]]);
 ///         });
 ///     }

@@ -12,7 +12,8 @@ use super::values::Values;
 use super::{Store, deadline};
 use crate::{Error, Result};
 
-/// A store for the threads of one process, and for tests of code that uses a store. A fork of the process gets a copy.
+/// A store for the threads of one process, and for tests of code that uses a store. A fork of the
+/// process gets a copy.
 ///
 /// # Examples
 ///

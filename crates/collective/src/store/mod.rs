@@ -93,16 +93,16 @@ pub trait Store: Send + Sync + Debug {
         Err(Error::KeyTimeout { store: self.name(), keys, waited: start.elapsed() })
     }
 
-    /// Same as [`wait`](Self::wait), but returns whether each of `keys` was set within `timeout`: for
-    /// polling, without the cost of finding the missing keys.
+    /// Same as [`wait`](Self::wait), but returns whether each of `keys` was set within `timeout`:
+    /// for polling, without the cost of finding the missing keys.
     ///
     /// # Errors
     ///
     /// Same as [`set`](Self::set).
     fn try_wait(&self, keys: &[&str], timeout: Duration) -> Result<bool>;
 
-    /// Returns the values that `keys` have now, in the order of `keys`; empty for a missing key. One
-    /// request over TCP.
+    /// Returns the values that `keys` have now, in the order of `keys`; empty for a missing key.
+    /// One request over TCP.
     ///
     /// # Errors
     ///
@@ -153,8 +153,8 @@ pub trait Store: Send + Sync + Debug {
         pairs.iter().try_for_each(|(key, value)| self.set(key, value))
     }
 
-    /// Returns the local address of this machine's connection to the store, at which peers can reach
-    /// this machine; `None` if there is no connection, or the store has no address.
+    /// Returns the local address of this machine's connection to the store, at which peers can
+    /// reach this machine; `None` if there is no connection, or the store has no address.
     fn local_ip(&self) -> Option<IpAddr> {
         None
     }
@@ -195,8 +195,8 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A store in which other ranks come first: they write this value before the first `compare_set`, and every wait
-    /// ends just before its key arrives.
+    /// A store in which other ranks come first: they write this value before the first
+    /// `compare_set`, and every wait ends just before its key arrives.
     #[derive(Debug)]
     pub(crate) struct LateStore(pub(crate) MemoryStore, pub(crate) &'static str);
 

@@ -33,14 +33,15 @@ impl PrefixStore {
         Self { prefix: prefix.into(), store, watch: None }
     }
 
-    /// Makes a view for joining one group, whose waits end if one of the ranks [fails](Self::abort);
-    /// `prefix` must not have been used by another attempt.
+    /// Makes a view for joining one group, whose waits end if one of the ranks
+    /// [fails](Self::abort); `prefix` must not have been used by another attempt.
     pub(crate) fn watched(prefix: &str, store: Arc<dyn Store>, world_size: usize) -> Self {
         Self { watch: Some(watch_interval(world_size)), ..Self::new(prefix, store) }
     }
 
     /// Ends the waits of the other ranks of a watched view, which return the first call's error. If
-    /// the store does not answer, they wait until their timeout. Has no effect for a rank that another has joined as.
+    /// the store does not answer, they wait until their timeout. Has no effect for a rank that
+    /// another has joined as.
     pub(crate) fn abort(&self, rank: Rank, error: &Error) {
         if matches!(error, Error::DuplicateRank { .. }) {
             return;
@@ -51,8 +52,8 @@ impl PrefixStore {
         drop(self.compare_set(FAILED, b"", &note));
     }
 
-    /// [Aborts](Self::abort), unless every rank detects the error itself. Returns the error, or the failure of another
-    /// rank that may have caused it.
+    /// [Aborts](Self::abort), unless every rank detects the error itself. Returns the error, or the
+    /// failure of another rank that may have caused it.
     pub(crate) fn failed(&self, rank: Rank, error: Error) -> Error {
         match error {
             Error::Timeout { .. }

@@ -1,5 +1,5 @@
-//! Asynchronous verbs return the results of the blocking ones, and a `Work` may be waited for, awaited,
-//! or dropped at any point.
+//! Asynchronous verbs return the results of the blocking ones, and a `Work` may be waited for,
+//! awaited, or dropped at any point.
 
 #![expect(unsafe_code, reason = "one test forks")]
 

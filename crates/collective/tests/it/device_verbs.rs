@@ -1,5 +1,5 @@
-//! Compares every verb on device memory with the verb on slices of the same group, for each library: its
-//! `fake` module provides the memory, the streams, and the supported reductions.
+//! Compares every verb on device memory with the verb on slices of the same group, for each
+//! library: its `fake` module provides the memory, the streams, and the supported reductions.
 
 use std::fmt::Debug;
 
@@ -11,8 +11,8 @@ use crate::conformance::twin::Number;
 
 const COUNTS: [usize; 4] = [0, 1, 7, 1000];
 
-/// As in the conformance suite: integers of any bits, floats whose sums round; but no NaN and no infinity,
-/// which libraries treat differently.
+/// As in the conformance suite: integers of any bits, floats whose sums round; but no NaN and no
+/// infinity, which libraries treat differently.
 pub(crate) fn input<T: Number>(rank: usize, count: usize) -> Vec<T> {
     let mut random = Random((rank as u64 + 1) << 24 | count as u64);
     (0..count).map(|_| T::any(random.next() | 1)).collect()

@@ -1,4 +1,5 @@
-//! The functions of `mmengine.dist` against references that know all ranks' values, and without a group.
+//! The functions of `mmengine.dist` against references that know all ranks' values, and without a
+//! group.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -400,7 +401,8 @@ fn group_rank_locates_hosts_with_interleaved_ranks() {
         };
         let local = dist::local_group(&group, &topology(true)).unwrap();
         assert_eq!(local.global_ranks(), [rank % 2, rank % 2 + 2]);
-        // Without it, ranks 0 and 3 would each be alone on a host, which contradicts LOCAL_WORLD_SIZE.
+        // Without it, ranks 0 and 3 would each be alone on a host, which contradicts
+        // LOCAL_WORLD_SIZE.
         let guessed = dist::local_group(&group, &topology(false));
         assert_eq!(guessed.is_err(), rank == 0 || rank == 3);
     });

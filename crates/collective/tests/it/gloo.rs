@@ -1,6 +1,6 @@
-//! Tests of the backend over libgloo only: its own reductions, mismatched messages, joining. The conformance
-//! suite checks that its results have the same bits as those of every other backend, and
-//! `fault/transports.rs` that it reports the same failures.
+//! Tests of the backend over libgloo only: its own reductions, mismatched messages, joining. The
+//! conformance suite checks that its results have the same bits as those of every other backend,
+//! and `fault/transports.rs` that it reports the same failures.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

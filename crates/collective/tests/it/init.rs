@@ -1,5 +1,5 @@
-//! Processes with only the four variables of PyTorch's `env://`: joining, ranks counted through the store,
-//! and errors if the processes disagree.
+//! Processes with only the four variables of PyTorch's `env://`: joining, ranks counted through the
+//! store, and errors if the processes disagree.
 
 use std::fs;
 use std::net::TcpListener;
@@ -13,8 +13,8 @@ use collective::{
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Runs `scenario` in two processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and no other variable
-/// of a launcher; returns their reports.
+/// Runs `scenario` in two processes with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and no other
+/// variable of a launcher; returns their reports.
 fn reports(scenario: &str, addr: &str) -> [String; 2] {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let dir = Dir::new();
@@ -42,7 +42,8 @@ fn reports(scenario: &str, addr: &str) -> [String; 2] {
 
 #[test]
 fn ranks_join_with_only_pytorchs_four_variables() {
-    // The second is an address of this host, too, but does not imply that all ranks are on this host.
+    // The second is an address of this host, too, but does not imply that all ranks are on this
+    // host.
     for addr in ["127.0.0.1", "0.0.0.0"] {
         assert_eq!(reports("sum", addr), ["sum 3", "sum 3"], "{addr}");
     }

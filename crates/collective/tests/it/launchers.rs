@@ -1,7 +1,8 @@
-//! Real launchers: ranks join with the topologies of the environments that `srun`, `sbatch` and `mpirun` set.
+//! Real launchers: ranks join with the topologies of the environments that `srun`, `sbatch` and
+//! `mpirun` set.
 //!
-//! Slurm needs root and Debian's slurm-wlm and munge; a cluster of two nodes, which are this machine
-//! under two names, is started by `tests/testbed/slurm-up.sh`.
+//! Slurm needs root and Debian's slurm-wlm and munge; a cluster of two nodes, which are this
+//! machine under two names, is started by `tests/testbed/slurm-up.sh`.
 
 #![expect(clippy::print_stdout, reason = "a rank prints its topology")]
 

@@ -48,7 +48,8 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 fn full_rank_matches_the_plain_average() {
     ranks(3, |group| {
         let plain = plain_averages(&group, 6);
-        // Each pass has a new basis: a warm start is exact only if the last pass's basis spans the gradient.
+        // Each pass has a new basis: a warm start is exact only if the last pass's basis spans the
+        // gradient.
         let options = power_sgd(|power| {
             (power.rank, power.min_compression_rate, power.warm_start) = (6, 0, false);
         });
@@ -65,8 +66,9 @@ fn full_rank_matches_the_plain_average() {
     });
 }
 
-/// A rank-1 approximation of a matrix of rank 6 has a large error in each pass. Error feedback adds it to the
-/// next pass, so that over many passes the sum differs from that of the averages only by the last error.
+/// A rank-1 approximation of a matrix of rank 6 has a large error in each pass. Error feedback adds
+/// it to the next pass, so that over many passes the sum differs from that of the averages only by
+/// the last error.
 #[test]
 fn error_feedback_reduces_the_accumulated_error() {
     ranks(2, |group| {

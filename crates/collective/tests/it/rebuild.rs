@@ -12,7 +12,8 @@ use collective::{
 };
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Longer than the timeout of ranks that wait for a second victim, which would be excluded otherwise.
+/// Longer than the timeout of ranks that wait for a second victim, which would be excluded
+/// otherwise.
 const GRACE: Duration = Duration::from_secs(6);
 /// Longer than any test may take: it is not waited for if the dead ranks are known.
 const LONG: Duration = Duration::from_secs(50);
@@ -342,7 +343,8 @@ fn kill_two(seed: u64, early: bool) {
             };
             let report = common::wait_for(ask, &name);
             assert!(report.ends_with(&format!("ranks {left:?}")), "{report}");
-            // The first rebuild does not wait for the grace period: all survivors know the dead rank.
+            // The first rebuild does not wait for the grace period: all survivors know the dead
+            // rank.
             let died = format!("rank {victim} (pid {}) died", workers.children[victim].id());
             assert!(early || round == 1 || report.contains(&died), "{report}");
         }

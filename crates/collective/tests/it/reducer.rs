@@ -1,5 +1,5 @@
-//! The reducer over ranks that are threads: equal to a separate average of each gradient, in any order of
-//! arrival, and errors that name the parameter and the rank.
+//! The reducer over ranks that are threads: equal to a separate average of each gradient, in any
+//! order of arrival, and errors that name the parameter and the rank.
 
 use std::time::Duration;
 
@@ -381,8 +381,8 @@ fn static_graph() -> ReducerOptions {
     options
 }
 
-/// A static graph's buckets are rebuilt after the second pass; parameters unused in the first pass count as
-/// zero from then on, and other buckets are launched without waiting for them.
+/// A static graph's buckets are rebuilt after the second pass; parameters unused in the first pass
+/// count as zero from then on, and other buckets are launched without waiting for them.
 #[test]
 fn a_static_graph_learns_unused_parameters_in_the_first_pass() {
     ranks(2, |group| {

@@ -28,7 +28,8 @@ fn op(verb: Verb, count: usize) -> OpDesc {
     }
 }
 
-/// Closed-form time of an all-reduce (by a binomial tree a reduce) of `n` bytes on `p` ranks, one on each machine.
+/// Closed-form time of an all-reduce (by a binomial tree a reduce) of `n` bytes on `p` ranks, one
+/// on each machine.
 fn textbook(algorithm: Algorithm, n: f64, p: usize) -> f64 {
     let Network { between, fold_per_byte: gamma, .. } = Network::default();
     let (alpha, beta) = (between.latency + between.per_message, between.per_byte);
@@ -101,8 +102,8 @@ fn times_of_every_verb_match_the_model() {
                     simulate(&Network::default(), ranks, &op, Determinism::Fast, Some(algorithm));
                 let Ok(report) = report else { continue };
                 let ratio = report.time.as_secs_f64() / report.expected.as_secs_f64();
-                // With a root, some ranks are served before others and start earlier, which the model
-                // does not include.
+                // With a root, some ranks are served before others and start earlier, which the
+                // model does not include.
                 let bound = if op.root.is_some() { 0.1 } else { 0.01 };
                 assert!((ratio - 1.0).abs() < bound, "{op} by {algorithm} on {ranks}: {ratio}");
             }
@@ -135,7 +136,8 @@ fn ranks_of_a_machine_share_its_interface() {
     assert!(two.time < run(1024, Algorithm::Ring).time);
 }
 
-/// In rank order, the bytes that an interface sends do not depend on the number of ranks per machine.
+/// In rank order, the bytes that an interface sends do not depend on the number of ranks per
+/// machine.
 #[test]
 fn hierarchical_all_reduce_bounds_bytes_sent_per_machine() {
     let count = 4 << 20;
@@ -269,7 +271,8 @@ fn a_lost_message_times_out_at_its_receiver() {
             assert!(who(result).is_none_or(|named| named == by), "{algorithm}: rank {rank}");
         }
     }
-    // All ranks of a chain wait from the start; only the rank whose peer does not wait knows the missing rank.
+    // All ranks of a chain wait from the start; only the rank whose peer does not wait knows the
+    // missing rank.
     let network = network.with_fault(Fault::Loss { from: 0, to: 1, message: 0 });
     let op = op(Verb::Broadcast, 1 << 20);
     let chain = simulate(&network, 6, &op, Determinism::Fast, Some(Algorithm::Ring)).unwrap();

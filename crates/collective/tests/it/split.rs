@@ -357,7 +357,8 @@ fn ranks_can_join_again_after_failures() {
     }
 }
 
-/// Rank 0 is killed, or loses the store, while it joins: its attempt stays open, and rank 1 has tried it.
+/// Rank 0 is killed, or loses the store, while it joins: its attempt stays open, and rank 1 has
+/// tried it.
 #[test]
 fn joining_again_times_out_while_rank_0_does_not_join_again() {
     let store = Arc::new(MemoryStore::new());
@@ -410,7 +411,8 @@ fn subgroups_work_after_a_join_that_only_some_ranks_completed() {
     });
 }
 
-/// As documented by `init_process_group`: after it has returned on rank 0, that rank and its store may end.
+/// As documented by `init_process_group`: after it has returned on rank 0, that rank and its store
+/// may end.
 #[test]
 fn rank_0_and_its_store_may_end_after_joining() {
     let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();

@@ -1,5 +1,5 @@
-//! All stores behave alike; the TCP store also with late servers, slow readers, other protocols, and an
-//! answer to a wait that crosses its cancel.
+//! All stores behave alike; the TCP store also with late servers, slow readers, other protocols,
+//! and an answer to a wait that crosses its cancel.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -416,8 +416,8 @@ fn exchange_returns_all_values_on_every_rank() {
     }
 }
 
-/// Values of the maximum length and slow readers: the server holds each value once, and every byte is
-/// right.
+/// Values of the maximum length and slow readers: the server holds each value once, and every byte
+/// is right.
 #[test]
 fn long_values_reach_slow_readers_completely() {
     let server = server();

@@ -1,8 +1,8 @@
-//! The store with a live PyTorch: its clients with our server, our client with its servers, and a whole
-//! `torch.distributed` job that joins through our server.
+//! The store with a live PyTorch: its clients with our server, our client with its servers, and a
+//! whole `torch.distributed` job that joins through our server.
 //!
-//! The environment variable `TORCH_PYTHON` names a Python interpreter that can import torch; without
-//! it, it is `python3`.
+//! The environment variable `TORCH_PYTHON` names a Python interpreter that can import torch;
+//! without it, it is `python3`.
 
 use std::process::{Child, Command};
 use std::thread::sleep;
@@ -150,8 +150,8 @@ store.wait(["gone"], datetime.timedelta(seconds=30))
     }
 }
 
-/// The ranks get only the address of our server; `torch.distributed` with gloo joins through the store and
-/// reduces.
+/// The ranks get only the address of our server; `torch.distributed` with gloo joins through the
+/// store and reduces.
 #[test]
 #[ignore = "needs PyTorch: TORCH_PYTHON, or python3, imports torch"]
 fn a_torch_distributed_job_joins_through_our_server() {

@@ -7,7 +7,8 @@ use std::{env, fs, process, thread};
 
 use crate::{Kernels, Nvrtc, compiled, options};
 
-/// Limits for the machine code of a kernel. No kernel may spill registers or use generic memory accesses.
+/// Limits for the machine code of a kernel. No kernel may spill registers or use generic memory
+/// accesses.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// The kernel's name.
@@ -18,7 +19,8 @@ pub struct Limits {
     pub wide_loads: bool,
     /// Whether it must store 16 bytes at a time.
     pub wide_stores: bool,
-    /// Number of loads of at least 8 bytes that it must have before some store, so that they are in flight together.
+    /// Number of loads of at least 8 bytes that it must have before some store, so that they are in
+    /// flight together.
     pub loads_at_once: usize,
 }
 
@@ -33,8 +35,9 @@ pub struct Program {
     pub kernels: Vec<Limits>,
 }
 
-/// Compiles `programs(arch)` with NVRTC for every architecture that NVRTC and this crate support, and checks the machine
-/// code with nvdisasm at `$NVDISASM`. Returns a line for each program that breaks a limit.
+/// Compiles `programs(arch)` with NVRTC for every architecture that NVRTC and this crate support,
+/// and checks the machine code with nvdisasm at `$NVDISASM`. Returns a line for each program that
+/// breaks a limit.
 ///
 /// # Panics
 ///
@@ -56,8 +59,9 @@ pub fn machine_code_problems(programs: impl Fn(i32) -> Vec<Program> + Sync) -> V
     problems.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Compiles programs, given by source and macros, for the architectures in `$ARCHS` (by default `90`) into the cache of
-/// compiled kernels. Tests on a GPU with a copy of that folder need no NVRTC.
+/// Compiles programs, given by source and macros, for the architectures in `$ARCHS` (by default
+/// `90`) into the cache of compiled kernels. Tests on a GPU with a copy of that folder need no
+/// NVRTC.
 ///
 /// # Panics
 ///

@@ -30,11 +30,15 @@ type Launch = unsafe extern "C" fn(
 /// How to launch a crate's kernels on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct Shim {
-    /// C++ code after the kernels that defines `extern "C" const char* shim_launch(const char* kernel, u32 types,
-    /// const void* job, u32 blocks, u64 seed, const u64* ranges, u32 range_count)`, which returns the fault or null.
+    /// C++ code after the kernels that defines this function, which returns the fault or null:
+    ///
+    /// ```text
+    /// extern "C" const char* shim_launch(const char* kernel, u32 types, const void* job,
+    ///     u32 blocks, u64 seed, const u64* ranges, u32 range_count)
+    /// ```
     pub launch: &'static str,
-    /// Returns the types in the macros, for `shim_launch`. Unless the second argument is true, it changes the macros so
-    /// that one library has the kernels of many types.
+    /// Returns the types in the macros, for `shim_launch`. Unless the second argument is true, it
+    /// changes the macros so that one library has the kernels of many types.
     pub types: fn(&mut Vec<String>, bool) -> u32,
 }
 
@@ -51,7 +55,8 @@ pub(super) struct Host {
 /// Memory that kernels may access: begin and end of each range.
 type Lent = Arc<Mutex<BTreeMap<u64, u64>>>;
 
-/// A replacement in the kernels' source, `from` and `to`, that tests must detect, or that must change no bit.
+/// A replacement in the kernels' source, `from` and `to`, that tests must detect, or that must
+/// change no bit.
 pub(super) type Planted = Option<(&'static str, &'static str)>;
 
 /// Host memory in place of device memory.
@@ -126,7 +131,8 @@ impl Device for Host {
     fn write(&self, memory: &mut HostMemory, at: usize, bytes: &[u8]) -> Result<()> {
         let at = memory.index(at, bytes.len());
         let to = memory.words.as_mut_ptr().cast::<u8>().wrapping_add(at);
-        // SAFETY: within the vector, as `index` checks; the vector is borrowed mutably, so nothing overlaps.
+        // SAFETY: within the vector, as `index` checks; the vector is borrowed mutably, so nothing
+        // overlaps.
         unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Ok(())
     }
@@ -138,7 +144,8 @@ impl Device for Host {
     fn read(&self, memory: &HostMemory, at: usize, bytes: &mut [u8]) -> Result<()> {
         let at = memory.index(at, bytes.len());
         let from = memory.words.as_ptr().cast::<u8>().wrapping_add(at);
-        // SAFETY: within the vector, as `index` checks; `bytes` is borrowed mutably, so nothing overlaps.
+        // SAFETY: within the vector, as `index` checks; `bytes` is borrowed mutably, so nothing
+        // overlaps.
         unsafe { from.copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
@@ -174,8 +181,8 @@ impl Device for Host {
         let library = ptr::with_exposed_provenance::<c_void>(kernel.library);
         // SAFETY: the address of a function with this prototype in a library that is never closed.
         let launch = unsafe { std::mem::transmute::<*const c_void, Launch>(library) };
-        // SAFETY: the function has this prototype; the caller guarantees the argument, and the shim checks that
-        // kernels access only `lent`.
+        // SAFETY: the function has this prototype; the caller guarantees the argument, and the shim
+        // checks that kernels access only `lent`.
         let fault = unsafe {
             launch(
                 kernel.name.as_ptr(),
@@ -254,6 +261,7 @@ fn load(path: &Path) -> usize {
     address.as_raw_ptr().expose_provenance()
 }
 
-/// Replaces [`PTX_H`](crate::PTX_H) for a C++ compiler: CUDA's names, with threads as fibers. Reports memory accesses
-/// outside of the test's memory, misaligned ones, and barriers that not all threads reach.
+/// Replaces [`PTX_H`](crate::PTX_H) for a C++ compiler: CUDA's names, with threads as fibers.
+/// Reports memory accesses outside of the test's memory, misaligned ones, and barriers that not all
+/// threads reach.
 const SHIM_H: &str = include_str!("../shim.h");

@@ -1,4 +1,5 @@
-//! Steps on candle's variables on a GPU, through device pointers, in candle's stream. Nothing is copied.
+//! Steps on candle's variables on a GPU, through device pointers, in candle's stream. Nothing is
+//! copied.
 
 use std::fmt::Debug;
 use std::thread::{self, ThreadId};
@@ -42,8 +43,8 @@ impl OnGpu {
     ) -> Result<Applied> {
         let slice = |grad: &Option<Tensor>| grad.as_ref().map(DeviceSlice::try_from).transpose();
         let slices = grads.iter().map(slice).collect::<Result<Vec<_>>>()?;
-        // SAFETY: `DeviceSlice::try_from` gives address, length and type of a tensor on candle's device, which is
-        // that of `gpu`; `grads` outlive the step.
+        // SAFETY: `DeviceSlice::try_from` gives address, length and type of a tensor on candle's
+        // device, which is that of `gpu`; `grads` outlive the step.
         #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
         unsafe {
             self.step_slices(optimizer, (vars, names), &slices, ctl)
@@ -52,7 +53,8 @@ impl OnGpu {
 
     /// # Safety
     ///
-    /// The gradients are memory of the GPU, written and freed in order of its stream after the step.
+    /// The gradients are memory of the GPU, written and freed in order of its stream after the
+    /// step.
     #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
     pub(super) unsafe fn step_slices(
         &self,
@@ -68,26 +70,27 @@ impl OnGpu {
         }
         let tensors: Vec<_> = vars.iter().map(Var::as_tensor).collect();
         let step = |params: DeviceParams<'_>| optimizer.step_on_device(params, ctl);
-        // SAFETY: `new` has checked that `vars`, which outlive the step, are on the device of `gpu`. candle orders its
-        // own writes, reads and frees in its stream of this thread, the one of `gpu`, so the kernels of this step run
-        // before candle's later work. Gradients by the caller's word.
+        // SAFETY: `new` has checked that `vars`, which outlive the step, are on the device of
+        // `gpu`. candle orders its own writes, reads and frees in its stream of this thread, the
+        // one of `gpu`, so the kernels of this step run before candle's later work. Gradients by
+        // the caller's word.
         unsafe { lend_on_gpu(&self.gpu, &tensors, |index| label(names, index), grads, step) }?
             .map_err(Error::wrap)
     }
 }
 
-/// Lends tensors on a GPU, with their gradients, to `call`, an optimizer's step in the stream of `gpu`. `label` names a
-/// tensor in an error.
+/// Lends tensors on a GPU, with their gradients, to `call`, an optimizer's step in the stream of
+/// `gpu`. `label` names a tensor in an error.
 ///
 /// # Errors
 ///
-/// A tensor that is not contiguous, of another type than f32, f16 and bf16, listed twice, or in the memory of another one or
-/// of a gradient; nothing was called then.
+/// A tensor that is not contiguous, of another type than f32, f16 and bf16, listed twice, or in the
+/// memory of another one or of a gradient; nothing was called then.
 ///
 /// # Safety
 ///
-/// Tensors and gradients are memory of the GPU, complete in order of the stream of `gpu`, and written or freed only in
-/// order of it after the call.
+/// Tensors and gradients are memory of the GPU, complete in order of the stream of `gpu`, and
+/// written or freed only in order of it after the call.
 #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
 pub unsafe fn lend_on_gpu<R>(
     gpu: &Gpu,
@@ -114,8 +117,9 @@ pub unsafe fn lend_on_gpu<R>(
             "{label} is listed twice, or it or its gradient is in the memory of another variable or gradient"
         );
     }
-    // SAFETY: `DeviceSlice::try_from` gives address, length and type of a tensor on candle's device, that of `gpu` by the
-    // caller's word, as is the order of all uses. No weight shares memory, as checked above.
+    // SAFETY: `DeviceSlice::try_from` gives address, length and type of a tensor on candle's
+    // device, that of `gpu` by the caller's word, as is the order of all uses. No weight shares
+    // memory, as checked above.
     Ok(call(unsafe { DeviceParams::new(gpu, &params) }))
 }
 
@@ -142,7 +146,8 @@ fn range(slice: DeviceSlice) -> (u64, u64) {
     (slice.ptr, slice.ptr + (slice.len * slice.dtype.size()) as u64)
 }
 
-/// A variable whose weight or gradient is in the memory of another weight, or its weight in that of a gradient.
+/// A variable whose weight or gradient is in the memory of another weight, or its weight in that of
+/// a gradient.
 fn shares_a_weight(memory: &mut [Memory]) -> Option<usize> {
     memory.sort_unstable();
     // Largest end address so far, of all tensors and of weights.

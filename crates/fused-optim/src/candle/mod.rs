@@ -1,10 +1,11 @@
 //! Optimizers for candle's variables (feature `candle`).
 //!
-//! [`VarOptimizer`] makes a `candle_nn::Optimizer` of this crate's optimizers. On the CPU a step takes each variable's
-//! storage out of its tensor, leaves an empty storage of a type that candle's operators reject, steps on plain slices,
-//! and always puts the storages back, also on errors and panics. No weight is copied. Variables on a GPU (feature
-//! `candle-cuda`) stay in place and are updated through device pointers, in candle's stream. [`lend`], and `lend_on_gpu`
-//! on a GPU, lend tensors to any caller's step.
+//! [`VarOptimizer`] makes a `candle_nn::Optimizer` of this crate's optimizers. On the CPU a step
+//! takes each variable's storage out of its tensor, leaves an empty storage of a type that candle's
+//! operators reject, steps on plain slices, and always puts the storages back, also on errors and
+//! panics. No weight is copied. Variables on a GPU (feature `candle-cuda`) stay in place and are
+//! updated through device pointers, in candle's stream. [`lend`], and `lend_on_gpu` on a GPU, lend
+//! tensors to any caller's step.
 //!
 //! Limits:
 //!
@@ -31,8 +32,9 @@ use crate::{
     StateDict, StepCtl,
 };
 
-/// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`, `VarOptimizer<Lion>`, or
-/// a user-defined rule; on a GPU `VarOptimizer<cuda::CudaDeviceOptimizer<AdamWHyper>>`.
+/// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`,
+/// `VarOptimizer<Lion>`, or a user-defined rule; on a GPU
+/// `VarOptimizer<cuda::CudaDeviceOptimizer<AdamWHyper>>`.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -52,13 +54,15 @@ use crate::{
 /// # Ok::<(), candle_core::Error>(())
 /// ```
 ///
-/// As with candle's own optimizers, a variable without a gradient is not updated. The state of an f16 or bf16
-/// variable has an f32 master, unless the optimizer has other [`HalfWeights`](crate::HalfWeights): after changing such
-/// variables outside the optimizer, call [`refresh_masters`](VarOptimizer::refresh_masters).
+/// As with candle's own optimizers, a variable without a gradient is not updated. The state of an
+/// f16 or bf16 variable has an f32 master, unless the optimizer has other
+/// [`HalfWeights`](crate::HalfWeights): after changing such variables outside the optimizer, call
+/// [`refresh_masters`](VarOptimizer::refresh_masters).
 ///
-/// State is saved and loaded by the variables' names, which [`from_var_map`](VarOptimizer::from_var_map) and
-/// [`with_names`](VarOptimizer::with_names) know. `new(map.all_vars(), ..)` does not: the order of `all_vars` differs
-/// between processes, and by index a restart would load moments onto other variables.
+/// State is saved and loaded by the variables' names, which
+/// [`from_var_map`](VarOptimizer::from_var_map) and [`with_names`](VarOptimizer::with_names) know.
+/// `new(map.all_vars(), ..)` does not: the order of `all_vars` differs between processes, and by
+/// index a restart would load moments onto other variables.
 #[derive(Debug)]
 pub struct VarOptimizer<O> {
     optimizer: O,
@@ -95,8 +99,9 @@ impl<H: Hyper> FromVars for CpuOptimizer<H> {
 }
 
 impl<O: Optimizer> VarOptimizer<O> {
-    /// Wraps an existing optimizer, for example with several parameter groups. `vars` are its parameters in this order.
-    /// They have no names: its state cannot be saved, see [`with_names`](Self::with_names).
+    /// Wraps an existing optimizer, for example with several parameter groups. `vars` are its
+    /// parameters in this order. They have no names: its state cannot be saved, see
+    /// [`with_names`](Self::with_names).
     ///
     /// # Errors
     ///
@@ -105,7 +110,8 @@ impl<O: Optimizer> VarOptimizer<O> {
         Self::build(vars, Vec::new(), optimizer)
     }
 
-    /// As [`with_optimizer`](Self::with_optimizer), with the variables' names, by which state is saved and loaded.
+    /// As [`with_optimizer`](Self::with_optimizer), with the variables' names, by which state is
+    /// saved and loaded.
     ///
     /// # Errors
     ///
@@ -140,8 +146,8 @@ impl<O: Optimizer> VarOptimizer<O> {
         })
     }
 
-    /// Creates an optimizer for the float variables that are in the map now, in order of their names, which are saved
-    /// in state dicts.
+    /// Creates an optimizer for the float variables that are in the map now, in order of their
+    /// names, which are saved in state dicts.
     ///
     /// # Errors
     ///
@@ -178,8 +184,8 @@ impl<O: Optimizer> VarOptimizer<O> {
     ///
     /// # Errors
     ///
-    /// If the variables or the state have no names; the errors of [`Optimizer::load_state_dict`]. The optimizer is
-    /// unchanged then.
+    /// If the variables or the state have no names; the errors of [`Optimizer::load_state_dict`].
+    /// The optimizer is unchanged then.
     pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         self.check_named("load_state_dict")?;
         if dict.params.is_empty() && !self.vars.is_empty() {
@@ -230,17 +236,20 @@ impl<O: Optimizer> VarOptimizer<O> {
         &self.vars
     }
 
-    /// A step with the options of [`Optimizer::step`]: unscaling, the check for infinities, clipping.
+    /// A step with the options of [`Optimizer::step`]: unscaling, the check for infinities,
+    /// clipping.
     ///
     /// # Errors
     ///
-    /// The errors of [`Optimizer::step`]; a gradient of another shape than its variable; an invalid learning rate.
+    /// The errors of [`Optimizer::step`]; a gradient of another shape than its variable; an invalid
+    /// learning rate.
     pub fn step_with(&mut self, grads: &GradStore, ctl: &StepCtl) -> Result<Applied> {
         let grads: Vec<_> = self.vars.iter().map(|var| grads.get(var).cloned()).collect();
         self.step_tensors(&grads, ctl)
     }
 
-    /// As [`step_with`](Self::step_with), on gradients by variable, in order of [`vars`](Self::vars).
+    /// As [`step_with`](Self::step_with), on gradients by variable, in order of
+    /// [`vars`](Self::vars).
     ///
     /// # Errors
     ///
@@ -268,8 +277,9 @@ impl<O: Optimizer> VarOptimizer<O> {
         })
     }
 
-    /// As [`step_with`](Self::step_with), for variables on the CPU, on gradients in memory of the caller's, which no
-    /// variable shares: buckets that were averaged, for example. `grads[i]` is that of variable `i`.
+    /// As [`step_with`](Self::step_with), for variables on the CPU, on gradients in memory of the
+    /// caller's, which no variable shares: buckets that were averaged, for example. `grads[i]` is
+    /// that of variable `i`.
     ///
     /// # Errors
     ///
@@ -292,7 +302,8 @@ impl<O: Optimizer> VarOptimizer<O> {
         )?
     }
 
-    /// As [`step_tensors`](Self::step_tensors), for variables on a GPU, on gradients in memory of the caller's there.
+    /// As [`step_tensors`](Self::step_tensors), for variables on a GPU, on gradients in memory of
+    /// the caller's there.
     ///
     /// # Errors
     ///
@@ -300,8 +311,8 @@ impl<O: Optimizer> VarOptimizer<O> {
     ///
     /// # Safety
     ///
-    /// Each gradient is memory of the variables' GPU, complete in order of candle's stream of this thread, and written
-    /// or freed only in order of it after the step.
+    /// Each gradient is memory of the variables' GPU, complete in order of candle's stream of this
+    /// thread, and written or freed only in order of it after the step.
     #[cfg(feature = "candle-cuda")]
     #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
     pub unsafe fn step_device_slices(
@@ -342,8 +353,8 @@ impl<O: Optimizer> VarOptimizer<O> {
 impl<O: FromVars> candle_nn::Optimizer for VarOptimizer<O> {
     type Config = O::Hyper;
 
-    /// Creates an optimizer with one parameter group of the float variables in `vars`. Its state cannot be saved, see
-    /// [`from_var_map`](VarOptimizer::from_var_map).
+    /// Creates an optimizer with one parameter group of the float variables in `vars`. Its state
+    /// cannot be saved, see [`from_var_map`](VarOptimizer::from_var_map).
     fn new(vars: Vec<Var>, hyper: O::Hyper) -> Result<Self> {
         let vars: Vec<_> = vars.into_iter().filter(|var| var.dtype().is_float()).collect();
         let optimizer = O::from_vars(&vars, hyper)?;
@@ -359,7 +370,8 @@ impl<O: FromVars> candle_nn::Optimizer for VarOptimizer<O> {
         self.optimizer.lr(0).unwrap_or(f64::NAN)
     }
 
-    /// Sets the learning rate of all groups. If it is invalid, steps return the error until another rate is set.
+    /// Sets the learning rate of all groups. If it is invalid, steps return the error until another
+    /// rate is set.
     fn set_learning_rate(&mut self, lr: f64) {
         let mut groups = 0..self.optimizer.group_count();
         let error = groups.find_map(|group| self.optimizer.set_lr(group, lr).err());
@@ -390,13 +402,14 @@ impl TryFrom<candle_core::DType> for DType {
     }
 }
 
-/// Lends the elements of tensors on the CPU to `call`: takes the storages out of the tensors, and puts them back however
-/// the call ends. Operators on these tensors fail meanwhile, in every thread. `label` names a tensor in an error.
+/// Lends the elements of tensors on the CPU to `call`: takes the storages out of the tensors, and
+/// puts them back however the call ends. Operators on these tensors fail meanwhile, in every
+/// thread. `label` names a tensor in an error.
 ///
 /// # Errors
 ///
-/// A tensor that is listed twice, lent already, not on the CPU, not contiguous, or not of f32, f16 or bf16; nothing was
-/// called then.
+/// A tensor that is listed twice, lent already, not on the CPU, not contiguous, or not of f32, f16
+/// or bf16; nothing was called then.
 pub fn lend<R>(
     tensors: &[&Tensor],
     label: impl Fn(usize) -> String,
@@ -483,8 +496,8 @@ fn no_gradient(names: &[String], index: usize) -> Error {
     Error::msg(format!("gradient of {}: {expected}", label(names, index)))
 }
 
-/// A tensor's elements, of its [`storage_and_layout`](Tensor::storage_and_layout); `None` if they are not on the CPU, not of
-/// f32, f16 or bf16, not contiguous, or [lent](lend).
+/// A tensor's elements, of its [`storage_and_layout`](Tensor::storage_and_layout); `None` if they
+/// are not on the CPU, not of f32, f16 or bf16, not contiguous, or [lent](lend).
 #[must_use]
 pub fn slice<'a>(storage: &'a Storage, layout: &Layout) -> Option<Slice<'a>> {
     match storage {
@@ -534,7 +547,8 @@ fn label(names: &[String], index: usize) -> String {
 
 const TAKEN: &str = "the variable is listed twice, shares memory with another one, or another thread is updating it";
 
-/// Storage of a tensor that is lent. candle's operators reject its type, so none reads out of bounds.
+/// Storage of a tensor that is lent. candle's operators reject its type, so none reads out of
+/// bounds.
 const EMPTY: CpuStorage = CpuStorage::F4(Vec::new());
 
 #[cfg(test)]

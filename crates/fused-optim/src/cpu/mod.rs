@@ -1,19 +1,20 @@
 //! Update loops on the CPU.
 //!
-//! Tensors are split into blocks of [`BLOCK`] elements ([`plan`]), and blocks into one share per thread
-//! ([`threads`]). A block's half gradient is converted to f32 in a scratch buffer, the rule runs over f32
-//! slices, and a half weight is rounded while all of it is still in the first-level cache
-//! ([`piece`]). So one sweep over memory is enough, and a rule is written once, for f32, for all types of
-//! weight and gradient. Rules that need sums over a tensor first do two sweeps ([`sum`]).
+//! Tensors are split into blocks of [`BLOCK`] elements ([`plan`]), and blocks into one share per
+//! thread ([`threads`]). A block's half gradient is converted to f32 in a scratch buffer, the rule
+//! runs over f32 slices, and a half weight is rounded while all of it is still in the first-level
+//! cache ([`piece`]). So one sweep over memory is enough, and a rule is written once, for f32, for
+//! all types of weight and gradient. Rules that need sums over a tensor first do two sweeps
+//! ([`sum`]).
 //!
-//! Invariant: an element's result depends on that element, and on sums whose order is fixed by the tensor's
-//! layout; the loops of [`scalar`] are compiled for every instruction set (no reassociation, and fused
-//! multiply-adds only where the product is exact). Hence threads, alignment and processor never
-//! change a bit.
+//! Invariant: an element's result depends on that element, and on sums whose order is fixed by the
+//! tensor's layout; the loops of [`scalar`] are compiled for every instruction set (no
+//! reassociation, and fused multiply-adds only where the product is exact). Hence threads,
+//! alignment and processor never change a bit.
 //!
-//! On aarch64 there is no dispatch: NEON is part of the target, and the compiler vectorizes the loops
-//! by four. f16 conversion is left to `half`, which detects `fp16` and
-//! converts four at a time with `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
+//! On aarch64 there is no dispatch: NEON is part of the target, and the compiler vectorizes the
+//! loops by four. f16 conversion is left to `half`, which detects `fp16` and converts four at a
+//! time with `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
 
 mod optimizer;
 pub(crate) mod pages;
@@ -72,7 +73,8 @@ pub(crate) trait Rule<const N: usize>: Copy {
 /// updates the state and sums products of directions, the second computes the same directions again
 /// and the new parameters. Every method must be `#[inline(always)]`.
 pub(crate) trait TwoSweeps: Copy {
-    /// Whether the first sweep sums `p·p`, `p·u`, `g·g` and `g·p`; otherwise it sums `p·p` and `u·u`.
+    /// Whether the first sweep sums `p·p`, `p·u`, `g·g` and `g·p`; otherwise it sums `p·p` and
+    /// `u·u`.
     const COSINE: bool;
     /// New state from gradient and state.
     fn state(&self, grad: f32, state: [f32; 2]) -> [f32; 2];
@@ -112,8 +114,8 @@ fn dispatch<K: Kernel>(kernel: K) -> K::Output {
 
 /// Applies `rule` to every element of a block, with its first `N` state vectors.
 ///
-/// Vector loads across two cache lines are slower, so the elements before the weight's first whole cache line are
-/// updated separately, unless the block is short.
+/// Vector loads across two cache lines are slower, so the elements before the weight's first whole
+/// cache line are updated separately, unless the block is short.
 pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, mut block: Block<'_>) {
     if block.param.len() > 16 * LINE {
         let place = block.param.as_ptr().addr() / size_of::<f32>();
@@ -125,7 +127,8 @@ pub(crate) fn sweep<R: Rule<N>, const N: usize>(rule: &R, mut block: Block<'_>) 
     dispatch(scalar::Sweep { rule: *rule, block });
 }
 
-/// The first sweep of some blocks: updates the state, writes directions, and pushes the sums of each block.
+/// The first sweep of some blocks: updates the state, writes directions, and pushes the sums of
+/// each block.
 pub(crate) fn first_sweep<R: TwoSweeps>(
     rule: &R,
     block: Block<'_>,
@@ -285,8 +288,8 @@ mod tests {
         wide
     }
 
-    /// Parameter, state and sums after a rule's sweeps over blocks of `at_once` elements, with the first sweep's
-    /// directions if `keep`.
+    /// Parameter, state and sums after a rule's sweeps over blocks of `at_once` elements, with the
+    /// first sweep's directions if `keep`.
     fn swept<H: Hyper>(
         hyper: &H,
         data: &[f32],
@@ -330,8 +333,8 @@ mod tests {
         (rows.iter().flatten().map(canonical).collect(), sums.iter().map(bits).collect())
     }
 
-    /// Results are the same for each instruction set, for several rows at once and each row alone, and for
-    /// directions that are kept and computed again.
+    /// Results are the same for each instruction set, for several rows at once and each row alone,
+    /// and for directions that are kept and computed again.
     fn assert_same<H: Hyper>(hyper: H, data: &[f32], place: (usize, usize)) {
         for keep in [false, true] {
             let all = on_each_isa(|| swept(&hyper, data, place, data.len() + 1, keep));

@@ -4,8 +4,8 @@ use crate::core::Core;
 use crate::rule::{Hyper, group_methods};
 use crate::{Applied, HalfWeights, Optimizer, ParamGroup, ParamMut, Result, StateDict, StepCtl};
 
-/// An optimizer on the CPU. `H` is the rule's hyper-parameters, for example [`AdamWHyper`](crate::AdamWHyper),
-/// or those of a [user-defined rule](crate::ElementwiseRule).
+/// An optimizer on the CPU. `H` is the rule's hyper-parameters, for example
+/// [`AdamWHyper`](crate::AdamWHyper), or those of a [user-defined rule](crate::ElementwiseRule).
 #[derive(Clone, Debug)]
 pub struct CpuOptimizer<H> {
     pub(crate) core: Core<H>,
@@ -17,13 +17,14 @@ impl<H: Hyper> CpuOptimizer<H> {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) or another error for invalid hyper-parameters;
-    /// [`Error::DuplicateParam`](crate::Error::DuplicateParam).
+    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) or another error for invalid
+    /// hyper-parameters; [`Error::DuplicateParam`](crate::Error::DuplicateParam).
     pub fn new(groups: impl IntoIterator<Item = ParamGroup<H>>) -> Result<Self> {
         Ok(Self { core: Core::new(groups)? })
     }
 
-    /// An optimizer with one group of tensors `0..count`. A step with more or fewer tensors is an error.
+    /// An optimizer with one group of tensors `0..count`. A step with more or fewer tensors is an
+    /// error.
     ///
     /// # Errors
     ///

@@ -1,9 +1,10 @@
 //! Memory for state: one mapping, in huge pages, for all tensors whose state a step creates.
 //!
-//! A sweep reads four streams or more. In pages of 4 KiB each stream needs a new TLB entry every thousand
-//! values, and the cache sets of a page are random. Weights and gradients are the caller's memory; state is ours, and
-//! is in huge pages of 2 MiB where the kernel supports them (`transparent_hugepage/enabled` is `madvise` or `always`).
-//! Most tensors are smaller than such a page, so they share a mapping ([`Pages`]) of which each has parts ([`Buffer`]).
+//! A sweep reads four streams or more. In pages of 4 KiB each stream needs a new TLB entry every
+//! thousand values, and the cache sets of a page are random. Weights and gradients are the caller's
+//! memory; state is ours, and is in huge pages of 2 MiB where the kernel supports them
+//! (`transparent_hugepage/enabled` is `madvise` or `always`). Most tensors are smaller than such a
+//! page, so they share a mapping ([`Pages`]) of which each has parts ([`Buffer`]).
 //!
 //! For less than a huge page, or if mapping fails, memory is an ordinary `Vec`.
 //!
@@ -29,13 +30,15 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    /// Maps memory for `count` values; no mapping if they do not fill a huge page, or if mapping fails.
+    /// Maps memory for `count` values; no mapping if they do not fill a huge page, or if mapping
+    /// fails.
     pub(crate) fn new(count: usize) -> Self {
         let mapping = if count < LARGE { None } else { Mapping::new(count) };
         Self { mapping: mapping.map(Arc::new), used: 0 }
     }
 
-    /// Allocates `count` zeros: a part of the mapping, aligned to a cache line, or a `Vec` if it does not fit.
+    /// Allocates `count` zeros: a part of the mapping, aligned to a cache line, or a `Vec` if it
+    /// does not fit.
     pub(crate) fn alloc(&mut self, count: usize) -> Buffer {
         let Some(mapping) = &self.mapping else { return Buffer::Own(vec![0.0; count]) };
         let end = self.used.checked_add(count).filter(|end| *end <= mapping.count);
@@ -81,8 +84,8 @@ impl Deref for Buffer {
     fn deref(&self) -> &[f32] {
         match self {
             Self::Own(values) => values,
-            // SAFETY: a part is mapped, initialised and aligned, and by the invariant only its owner,
-            // which is borrowed here, accesses it.
+            // SAFETY: a part is mapped, initialised and aligned, and by the invariant only its
+            // owner, which is borrowed here, accesses it.
             Self::Part(part) => unsafe { slice::from_raw_parts(part.start(), part.count) },
         }
     }

@@ -1,6 +1,7 @@
 //! A piece: neighbouring blocks of one tensor, with their weights, gradients and state.
 //!
-//! The pieces of a tensor are disjoint slices, so each may be on its own thread; the borrow checker proves this.
+//! The pieces of a tensor are disjoint slices, so each may be on its own thread; the borrow checker
+//! proves this.
 
 use std::ops::Range;
 
@@ -22,7 +23,8 @@ pub(crate) struct Piece<'a> {
     pub(crate) weight: SliceMut<'a>,
     /// The f32 master of a half weight, if it has one.
     pub(crate) master: Option<&'a mut [f32]>,
-    /// Key for stochastic rounding of a half weight, made of seed, tensor and step; `None` rounds to nearest even.
+    /// Key for stochastic rounding of a half weight, made of seed, tensor and step; `None` rounds
+    /// to nearest even.
     pub(crate) rounding: Option<u64>,
     pub(crate) grad: Grad<'a>,
     /// In the order of the rule's slots; empty beyond them.
@@ -111,7 +113,8 @@ impl Block<'_> {
     }
 }
 
-/// Scratch memory of a thread, kept between steps: allocating the long buffers in each step would cost page faults.
+/// Scratch memory of a thread, kept between steps: allocating the long buffers in each step would
+/// cost page faults.
 #[derive(Debug)]
 pub(crate) struct Scratch {
     param: [f32; BLOCK],
@@ -184,8 +187,8 @@ impl<'a> Piece<'a> {
         self.blocks == (0..self.layout.blocks())
     }
 
-    /// Largest number of elements per [`visit`](Self::visit): one block if something is converted in a buffer; 1, which
-    /// means one block of any length, if each block has its own random bits.
+    /// Largest number of elements per [`visit`](Self::visit): one block if something is converted
+    /// in a buffer; 1, which means one block of any length, if each block has its own random bits.
     pub(crate) fn span_len(&self) -> usize {
         let f32_only =
             self.weight.dtype() == DType::F32 && self.grad.as_slice().dtype() == DType::F32;
@@ -197,8 +200,9 @@ impl<'a> Piece<'a> {
         }
     }
 
-    /// Calls `rule` with a span of the tensor's elements, at most [`span_len`](Self::span_len) long. In the
-    /// `last` sweep it then rounds the half weight, updates the moving average and clears the gradient, as requested.
+    /// Calls `rule` with a span of the tensor's elements, at most [`span_len`](Self::span_len)
+    /// long. In the `last` sweep it then rounds the half weight, updates the moving average and
+    /// clears the gradient, as requested.
     pub(crate) fn visit<T>(
         &mut self,
         elements: Range<usize>,
@@ -267,7 +271,8 @@ const fn block_key(key: u64, start: usize) -> u32 {
     mix(key ^ start as u64) as u32
 }
 
-/// The finalizer of the SplitMix64 generator: every input bit changes about half of the output bits.
+/// The finalizer of the SplitMix64 generator: every input bit changes about half of the output
+/// bits.
 const fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,8 +1,9 @@
 //! Splitting of tensors into blocks, and of blocks into one share per thread. Pure arithmetic.
 //!
 //! A tensor is rows of equal length (for most rules a single row), each split into blocks of
-//! [`BLOCK`] elements and a shorter last one. A block is the unit of sweeps, of distribution to threads,
-//! and of sums. Since blocks depend on the tensor's layout only, so does the order of every sum.
+//! [`BLOCK`] elements and a shorter last one. A block is the unit of sweeps, of distribution to
+//! threads, and of sums. Since blocks depend on the tensor's layout only, so does the order of
+//! every sum.
 
 use std::iter;
 use std::ops::Range;
@@ -61,8 +62,8 @@ impl Layout {
         start..start + if left < BLOCK { left } else { BLOCK }
     }
 
-    /// Splits neighbouring blocks into spans: several whole short rows, or whole blocks of one row, of at most
-    /// `length` elements or one block. Returns each span's first row and its elements.
+    /// Splits neighbouring blocks into spans: several whole short rows, or whole blocks of one row,
+    /// of at most `length` elements or one block. Returns each span's first row and its elements.
     pub(crate) fn spans(
         &self,
         blocks: Range<usize>,
@@ -114,9 +115,10 @@ pub struct ChunkPlan {
 }
 
 impl ChunkPlan {
-    /// Splits tensors into `threads` shares, or fewer if the shares would be too small. Every block is in
-    /// one share, in order; a share exceeds the mean by less than a block. Tensors without elements
-    /// are in none. Shares depend on lengths only: in every step a thread accesses the same memory.
+    /// Splits tensors into `threads` shares, or fewer if the shares would be too small. Every block
+    /// is in one share, in order; a share exceeds the mean by less than a block. Tensors without
+    /// elements are in none. Shares depend on lengths only: in every step a thread accesses the
+    /// same memory.
     #[must_use]
     pub fn new(layouts: &[Layout], threads: usize) -> Self {
         let mut shares = vec![Vec::new(); share_count(layouts.iter().map(Layout::count), threads)];
@@ -151,7 +153,8 @@ impl ChunkPlan {
     }
 }
 
-/// Number of shares of tensors of these lengths: `threads`, or fewer if the shares would be too small.
+/// Number of shares of tensors of these lengths: `threads`, or fewer if the shares would be too
+/// small.
 pub(crate) fn share_count(lengths: impl Iterator<Item = usize>, threads: usize) -> usize {
     if threads <= 1 {
         return 1;

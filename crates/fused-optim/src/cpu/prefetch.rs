@@ -1,7 +1,7 @@
 //! Software prefetch in sweeps over memory, for processors where it is faster.
 //!
-//! On an Intel Xeon, prefetching each stream makes sweeps faster; on an AMD Zen 3, prefetching whole pages made them
-//! slower. So each thread of an optimizer measures. No result depends on it.
+//! On an Intel Xeon, prefetching each stream makes sweeps faster; on an AMD Zen 3, prefetching
+//! whole pages made them slower. So each thread of an optimizer measures. No result depends on it.
 
 use std::mem;
 use std::time::Instant;
@@ -18,8 +18,8 @@ pub(super) fn prefetch(address: *const f32) {
     let _ = address;
 }
 
-/// The choice whether to prefetch. Of each [`PERIOD`] elements, the first [`TRIAL`] are timed without prefetching and
-/// the next with it; the others do what was faster more often.
+/// The choice whether to prefetch. Of each [`PERIOD`] elements, the first [`TRIAL`] are timed
+/// without prefetching and the next with it; the others do what was faster more often.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Prefetching {
     /// Elements of this period so far.
@@ -33,7 +33,8 @@ pub(crate) struct Prefetching {
 impl Prefetching {
     /// Calls `span`, the sweep of some elements, and tells it whether to prefetch.
     pub(crate) fn run(&mut self, elements: usize, span: impl FnOnce(bool)) {
-        // Spans of less than a block are too short to be timed. Without x86-64 there is nothing to choose.
+        // Spans of less than a block are too short to be timed. Without x86-64 there is nothing to
+        // choose.
         if elements < BLOCK || cfg!(not(target_arch = "x86_64")) {
             return span(self.wins > 0);
         }
@@ -61,7 +62,8 @@ impl Prefetching {
 
 /// 2 KiB.
 const AHEAD: usize = 512;
-/// About as much as a second-level cache holds, so that lines that the trial before has left there weigh little.
+/// About as much as a second-level cache holds, so that lines that the trial before has left there
+/// weigh little.
 const TRIAL: usize = 1 << 16;
 const PERIOD: usize = 16 * TRIAL;
 const MOST: i32 = 8;

@@ -1,19 +1,21 @@
 //! 8-bit quantization of state values.
 //!
-//! [`GROUP`] neighbours share an exponent, that of the power of two at or above the largest of them.
-//! A value is stored as an 8-bit code relative to it: a float without exponent bias, with 4 mantissa bits
-//! and 16 binades, or, if signed, a sign, 3 mantissa bits and 16 binades. Code 0 is zero.
+//! [`GROUP`] neighbours share an exponent, that of the power of two at or above the largest of
+//! them. A value is stored as an 8-bit code relative to it: a float without exponent bias, with 4
+//! mantissa bits and 16 binades, or, if signed, a sign, 3 mantissa bits and 16 binades. Code 0 is
+//! zero.
 //!
-//! Rounding is stochastic, so that the expected value is exact: a moving average that changes by less than a code per
-//! step still moves. Hence the error of a stored value is less than
+//! Rounding is stochastic, so that the expected value is exact: a moving average that changes by
+//! less than a code per step still moves. Hence the error of a stored value is less than
 //!
 //! * 1/16 of itself for the unsigned (second moments), 1/8 for the signed (first moments), if it is
 //!   not below 2⁻¹⁴ of its group's largest;
-//! * below that, an unsigned value other than zero is stored as at least 2⁻¹⁶ of the largest (a second
-//!   moment must not become zero if the first moment is not), and a signed one may become zero.
+//! * below that, an unsigned value other than zero is stored as at least 2⁻¹⁶ of the largest (a
+//!   second moment must not become zero if the first moment is not), and a signed one may become
+//!   zero.
 //!
-//! In a group with an infinity or NaN all values become NaN. A value that is exactly a code is stored as this code
-//! for any random bits, so that codes saved as f32 load unchanged.
+//! In a group with an infinity or NaN all values become NaN. A value that is exactly a code is
+//! stored as this code for any random bits, so that codes saved as f32 load unchanged.
 
 use super::BLOCK;
 use super::scalar::{loops, random};
@@ -89,7 +91,8 @@ impl CodesMut<'_> {
         values_of(part.codes, part.exponents, part.signed, values);
     }
 
-    /// Encodes values from `start`, the first of a group; `key` derives the key of their position in the tensor.
+    /// Encodes values from `start`, the first of a group; `key` derives the key of their position
+    /// in the tensor.
     pub(crate) fn encode(&mut self, start: usize, values: &[f32], key: impl Fn(u64) -> u32) {
         let CodesMut { codes, exponents, signed, key: own } = self.part(start, values.len());
         let key = key(own);

@@ -1,4 +1,5 @@
-//! The loops in scalar code, which define the results; `x86_64.rs` compiles the same code for wider registers.
+//! The loops in scalar code, which define the results; `x86_64.rs` compiles the same code for wider
+//! registers.
 
 use half::{bf16, f16};
 
@@ -6,7 +7,8 @@ use super::prefetch::prefetch;
 use super::sum::{LANES, fold_lanes};
 use super::{BLOCK, Block, FirstSweep, GradMap, Kernel, LINE, Rule, Sums, TwoSweeps};
 
-/// Declares functions whose loops are compiled for each instruction set and dispatched to the widest.
+/// Declares functions whose loops are compiled for each instruction set and dispatched to the
+/// widest.
 macro_rules! loops {
     ($($(#[$meta:meta])* fn $name:ident $(<const $flag:ident: bool>)? (
         $($arg:ident: $type:ty),*
@@ -136,7 +138,8 @@ struct Observed<'a, R> {
 }
 
 impl<R: TwoSweeps> Observed<'_, R> {
-    /// By rows of lanes, so that the roots and quotients of one row overlap with the sums of others.
+    /// By rows of lanes, so that the roots and quotients of one row overlap with the sums of
+    /// others.
     #[inline(always)]
     fn by_rows<const FMA: bool>(self) -> [[f64; LANES]; 4] {
         let Self { rule, map, param, grad, state: [m, v], u } = self;
@@ -201,8 +204,8 @@ fn add_row<R: TwoSweeps, const FMA: bool>(
     }
 }
 
-/// Adds the elements after the last whole row. Not inlined, and by value, so that the compiler keeps the rows' sums in
-/// vector registers.
+/// Adds the elements after the last whole row. Not inlined, and by value, so that the compiler
+/// keeps the rows' sums in vector registers.
 #[inline(never)]
 fn add_tail<R: TwoSweeps>(
     [mut pp, mut second, mut gg, mut gp]: [[f64; LANES]; 4],
@@ -225,7 +228,8 @@ fn add_tail<R: TwoSweeps>(
     [pp, second, gg, gp]
 }
 
-/// The product of two f32 in f64 has at most 48 bits and so is exact: a fused multiply-add gives the same bits.
+/// The product of two f32 in f64 has at most 48 bits and so is exact: a fused multiply-add gives
+/// the same bits.
 #[inline(always)]
 fn add_products<const FMA: bool>(sum: &mut [f64; LANES], a: &[f32; LANES], b: &[f32; LANES]) {
     for lane in 0..LANES {
@@ -310,8 +314,9 @@ loops! {
         }
     }
 
-    /// f32 to bf16 with stochastic rounding: up with the probability of the distance to the value below, so
-    /// that the expected value is exact. The random bits are a function of `key` and the element's index.
+    /// f32 to bf16 with stochastic rounding: up with the probability of the distance to the value
+    /// below, so that the expected value is exact. The random bits are a function of `key` and the
+    /// element's index.
     fn to_bf16_stochastic(input: &'a [f32], output: &'a mut [bf16], key: u32) -> () {
         for (i, (x, y)) in input.iter().zip(output).enumerate() {
             // The 16 dropped bits are a fraction of a unit; adding 16 random bits carries
@@ -330,11 +335,12 @@ loops! {
             let sign = (bits >> 16) & 0x8000;
             let magnitude = bits & 0x7fff_ffff;
             let random = random(key, i);
-            // Normal halves: 13 bits are dropped, and the exponent's bias changes from 127 to 15. From 65504 on the
-            // carry gives the bits of infinity, as it should.
+            // Normal halves: 13 bits are dropped, and the exponent's bias changes from 127 to 15.
+            // From 65504 on the carry gives the bits of infinity, as it should.
             let normal =
                 ((magnitude.wrapping_add(random >> 19) >> 13).wrapping_sub(112 << 10)).min(0x7c00);
-            // Below 2^-14, which is 1024 units, the unit of a half is 2^-24. The products are exact.
+            // Below 2^-14, which is 1024 units, the unit of a half is 2^-24. The products are
+            // exact.
             let units = (f32::from_bits(magnitude) * 16_777_216.0).min(1024.0);
             let whole = units as u32;
             let above = (random >> 8) as f32 * (1.0 / 16_777_216.0) < units - whole as f32;

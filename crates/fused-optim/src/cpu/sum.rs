@@ -4,13 +4,13 @@
 //!
 //! 1. Every term is a product of two f32, computed in f64, where it is exact.
 //! 2. Within a block, element `i` is added to lane `i mod 16`, in order; the lanes start at 0.
-//! 3. The 16 lanes are folded by the tree: neighbours `(0, 1)`, `(2, 3)`, ... are added, an odd last
-//!    one is kept, and so on until one is left.
-//! 4. The blocks of a row, the rows of a tensor, and the tensors of a group (in index order) are each
-//!    folded by the same tree.
+//! 3. The 16 lanes are folded by the tree: neighbours `(0, 1)`, `(2, 3)`, ... are added, an odd
+//!    last one is kept, and so on until one is left.
+//! 4. The blocks of a row, the rows of a tensor, and the tensors of a group (in index order) are
+//!    each folded by the same tree.
 //!
-//! Threads, instruction sets and devices may compute blocks in any order and get the same bits by these four rules.
-//! A maximum ([`Reduction::MaxAbs`]) does not depend on the order.
+//! Threads, instruction sets and devices may compute blocks in any order and get the same bits by
+//! these four rules. A maximum ([`Reduction::MaxAbs`]) does not depend on the order.
 
 use std::array;
 
@@ -90,7 +90,8 @@ pub(crate) fn reduce(
         .collect();
     threads::for_each(&mut shares, |(share, sums)| {
         let mut wide = [0.0; BLOCK];
-        // Backwards: the sweep then starts with the elements that were read last and are still in a cache.
+        // Backwards: the sweep then starts with the elements that were read last and are still in a
+        // cache.
         for chunk in share.iter().rev() {
             let (layout, blocks) = (layouts[chunk.tensor], chunk.blocks.clone());
             let own = sums.split_off_mut(sums.len() - blocks.len()..);
@@ -107,7 +108,8 @@ pub(crate) fn reduce(
     blocks.collect()
 }
 
-/// [`reduce`] on the calling thread, without a plan, which takes longer than the sum of a short gradient.
+/// [`reduce`] on the calling thread, without a plan, which takes longer than the sum of a short
+/// gradient.
 fn reduce_alone(grads: &[Slice<'_>], what: Reduction, map: GradMap) -> Vec<f64> {
     let (mut wide, mut sums) = ([0.0; BLOCK], Vec::new());
     let mut each = vec![0.0; grads.len()];

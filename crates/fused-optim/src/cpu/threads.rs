@@ -1,8 +1,8 @@
 //! Work on several threads, including the calling one.
 //!
 //! The threads live for one call. A share takes far longer than starting a thread (see
-//! [`ChunkPlan::new`](super::plan::ChunkPlan::new)), so there is no thread pool to consider when a process
-//! forks or pins its threads.
+//! [`ChunkPlan::new`](super::plan::ChunkPlan::new)), so there is no thread pool to consider when a
+//! process forks or pins its threads.
 
 use std::thread;
 

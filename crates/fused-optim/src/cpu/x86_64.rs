@@ -1,12 +1,12 @@
 //! The scalar loops compiled for AVX2 and AVX-512, and f16 conversion by F16C and AVX-512.
 //!
-//! [`Kernel::run`], or for AVX-512 [`Kernel::run_wide`], is inlined into a
-//! function with wider registers enabled, and the compiler vectorizes it. Rust never contracts
-//! `a * b + c` into a fused multiply-add, so the bits are those of the scalar loop. f16 is
-//! converted eight or 32 at a time, rounded to nearest even, subnormals kept, NaNs made quiet, with the bits of the
-//! `half` crate.
+//! [`Kernel::run`], or for AVX-512 [`Kernel::run_wide`], is inlined into a function with wider
+//! registers enabled, and the compiler vectorizes it. Rust never contracts `a * b + c` into a fused
+//! multiply-add, so the bits are those of the scalar loop. f16 is converted eight or 32 at a time,
+//! rounded to nearest even, subnormals kept, NaNs made quiet, with the bits of the `half` crate.
 //!
-//! Invariant: an [`Isa`] exists only if this processor has its instructions; its constructors detect them.
+//! Invariant: an [`Isa`] exists only if this processor has its instructions; its constructors
+//! detect them.
 
 #![expect(unsafe_code, reason = "instructions detected at run time; unaligned loads and stores")]
 
@@ -74,7 +74,8 @@ impl Isa {
         }
     }
 
-    /// Converts the leading whole registers of two slices of equal length; returns the number of elements converted.
+    /// Converts the leading whole registers of two slices of equal length; returns the number of
+    /// elements converted.
     pub(super) fn widen(self, input: &[f16], output: &mut [f32]) -> usize {
         match self.0 {
             // SAFETY: `Self::avx2` made this value, so the processor has AVX2 and F16C.

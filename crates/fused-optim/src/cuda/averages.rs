@@ -17,10 +17,10 @@ use crate::{Error, Result};
 
 /// Moving averages, in f32, of tensors on a GPU, in its memory.
 ///
-/// An update is one launch for all tensors: `average + share * (x - average)`, each operation rounded to f32, with
-/// the bits of the CPU; a NaN stays NaN. It reads and writes 12 bytes per element of f32. For an average that is
-/// updated in every step of an optimizer, with a constant share, use [`DeviceParam::ema`](super::DeviceParam::ema):
-/// it takes no further launch.
+/// An update is one launch for all tensors: `average + share * (x - average)`, each operation
+/// rounded to f32, with the bits of the CPU; a NaN stays NaN. It reads and writes 12 bytes per
+/// element of f32. For an average that is updated in every step of an optimizer, with a constant
+/// share, use [`DeviceParam::ema`](super::DeviceParam::ema): it takes no further launch.
 #[derive(Debug)]
 pub struct Averages<D: Device = Gpu> {
     kernel: AverageKernel<D>,
@@ -31,8 +31,8 @@ pub struct Averages<D: Device = Gpu> {
 }
 
 impl<D: Device> Averages<D> {
-    /// Averages of tensors with these element counts, all zero, in the stream of `gpu`. Compiles the kernels that all
-    /// optimizers share.
+    /// Averages of tensors with these element counts, all zero, in the stream of `gpu`. Compiles
+    /// the kernels that all optimizers share.
     ///
     /// # Errors
     ///
@@ -49,18 +49,19 @@ impl<D: Device> Averages<D> {
         Ok(Self { kernel, counts: counts.to_vec(), offsets, memory })
     }
 
-    /// Updates each average with `share` of its tensor's value; `None` sets it to the tensor's value. Launches the
-    /// update in the stream and returns before it is done.
+    /// Updates each average with `share` of its tensor's value; `None` sets it to the tensor's
+    /// value. Launches the update in the stream and returns before it is done.
     ///
     /// # Errors
     ///
-    /// [`Error::MissingParam`] or [`Error::LengthMismatch`] for other tensors than those of the averages;
-    /// [`Error::InvalidHyper`] for a share outside `0 ..= 1`; [`Error::MisalignedPointer`]. Nothing is changed then.
-    /// [`Error::Cuda`].
+    /// [`Error::MissingParam`] or [`Error::LengthMismatch`] for other tensors than those of the
+    /// averages; [`Error::InvalidHyper`] for a share outside `0 ..= 1`;
+    /// [`Error::MisalignedPointer`]. Nothing is changed then. [`Error::Cuda`].
     ///
     /// # Safety
     ///
-    /// Each tensor must be valid on the device, and not be written, until the update is done in the stream.
+    /// Each tensor must be valid on the device, and not be written, until the update is done in the
+    /// stream.
     pub unsafe fn update(&mut self, tensors: &[DeviceSlice], share: Option<f32>) -> Result<()> {
         self.check(tensors.iter().map(|tensor| tensor.len))?;
         let value = share.unwrap_or(1.0);
@@ -142,8 +143,8 @@ impl<D: Device> AverageKernel<D> {
     ///
     /// # Safety
     ///
-    /// Tensors and vectors must have the element counts given to [`new`](Self::new), and be valid until the update is
-    /// done in the stream.
+    /// Tensors and vectors must have the element counts given to [`new`](Self::new), and be valid
+    /// until the update is done in the stream.
     pub(super) unsafe fn launch(
         &mut self,
         pairs: impl Iterator<Item = (DeviceSlice, u64)>,
@@ -171,7 +172,8 @@ impl<D: Device> AverageKernel<D> {
             self.tensors = tensors;
         }
         let blocks = blocks(&self.device, self.chunks, LaunchShape::DEFAULT.blocks);
-        // SAFETY: the tables are owned by `self` and freed in the order of the stream; the caller guarantees the rest.
+        // SAFETY: the tables are owned by `self` and freed in the order of the stream; the caller
+        // guarantees the rest.
         unsafe { launch(&self.device, &self.average, blocks, &job) }
     }
 }

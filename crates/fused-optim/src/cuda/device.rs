@@ -9,7 +9,8 @@ use crate::Result;
 /// Kernels that are compiled together.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Program {
-    /// A type of `rules.h`, and whether it has two sweeps; `None` for the kernels that all rules share.
+    /// A type of `rules.h`, and whether it has two sweeps; `None` for the kernels that all rules
+    /// share.
     pub(super) rule: Option<(String, bool)>,
     pub(super) types: Types,
     /// How `step` is launched.
@@ -67,7 +68,8 @@ pub(super) unsafe fn launch<D: Device>(
     Ok(unsafe { device.launch(kernel, blocks, &words) }?)
 }
 
-/// Number of blocks for `chunks` chunks: a warp per chunk, and at most `most` blocks per multiprocessor.
+/// Number of blocks for `chunks` chunks: a warp per chunk, and at most `most` blocks per
+/// multiprocessor.
 pub(super) fn blocks<D: Device>(device: &D, chunks: u32, most: u32) -> u32 {
     chunks.div_ceil(8).clamp(1, device.processors() * most)
 }

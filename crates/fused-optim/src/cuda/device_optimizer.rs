@@ -1,7 +1,8 @@
 //! An optimizer on a GPU as a [`DeviceOptimizer`], for tensors in the GPU's memory.
 //!
-//! The unsafe methods of [`CudaOptimizer`] are safe here: [`DeviceParams::new`] is unsafe instead, and names the stream
-//! in whose order the memory is used. A step on tensors of another stream is an error.
+//! The unsafe methods of [`CudaOptimizer`] are safe here: [`DeviceParams::new`] is unsafe instead,
+//! and names the stream in whose order the memory is used. A step on tensors of another stream is
+//! an error.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -27,10 +28,10 @@ impl<'a> DeviceParams<'a> {
     ///
     /// # Safety
     ///
-    /// Each address must have that number of elements of that type on the device of `on`, until all work that is
-    /// launched in its stream while this is lent is done. Other code that writes or frees them, or reads the weights,
-    /// is ordered before or after that work. No weight overlaps another weight or a gradient; gradients that are not
-    /// cleared may overlap each other.
+    /// Each address must have that number of elements of that type on the device of `on`, until all
+    /// work that is launched in its stream while this is lent is done. Other code that writes or
+    /// frees them, or reads the weights, is ordered before or after that work. No weight overlaps
+    /// another weight or a gradient; gradients that are not cleared may overlap each other.
     #[must_use]
     #[expect(unsafe_code, reason = "an address is only a number")]
     pub const unsafe fn new(on: &'a Gpu, params: &'a [DeviceParam]) -> Self {
@@ -38,13 +39,15 @@ impl<'a> DeviceParams<'a> {
     }
 }
 
-/// An [`Optimizer`] whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters.
+/// An [`Optimizer`] whose weights, gradients and state are on a GPU; `H` is the rule's
+/// hyper-parameters.
 ///
-/// [`step_on_device`](DeviceOptimizer::step_on_device) has the bits of the CPU's optimizer; [`step`](Optimizer::step)
-/// on host memory is an error. A step launches kernels and returns. It waits for the device only in the first step, if
-/// other tensors have a gradient than in the last step, and with [`FoundInf::Check`], to read whether it was skipped.
-/// [`grad_norm`](Optimizer::grad_norm) and [`state_dict`](Optimizer::state_dict) read device memory. It supports what
-/// [`CudaOptimizer`] supports.
+/// [`step_on_device`](DeviceOptimizer::step_on_device) has the bits of the CPU's optimizer;
+/// [`step`](Optimizer::step) on host memory is an error. A step launches kernels and returns. It
+/// waits for the device only in the first step, if other tensors have a gradient than in the last
+/// step, and with [`FoundInf::Check`], to read whether it was skipped.
+/// [`grad_norm`](Optimizer::grad_norm) and [`state_dict`](Optimizer::state_dict) read device
+/// memory. It supports what [`CudaOptimizer`] supports.
 #[derive(Debug)]
 pub struct CudaDeviceOptimizer<H> {
     /// Shared with [`GradStats`].
@@ -57,8 +60,8 @@ pub struct CudaDeviceOptimizer<H> {
 
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: DeviceHyper> CudaDeviceOptimizer<H> {
-    /// An optimizer over these groups, in the stream of `gpu`. Compiles the kernels that all rules share, so a
-    /// missing NVRTC is an error here.
+    /// An optimizer over these groups, in the stream of `gpu`. Compiles the kernels that all rules
+    /// share, so a missing NVRTC is an error here.
     ///
     /// # Errors
     ///
@@ -84,9 +87,9 @@ impl<H: DeviceHyper> CudaDeviceOptimizer<H> {
         if own != lent {
             return Err(Error::DifferentStream);
         }
-        // SAFETY: guaranteed by `DeviceParams::new`, in the order of this stream. Only these use what is bound: steps
-        // and `found_inf`, which bind their tensors first, and `GradStats::take`, whose caller guarantees its
-        // gradients.
+        // SAFETY: guaranteed by `DeviceParams::new`, in the order of this stream. Only these use
+        // what is bound: steps and `found_inf`, which bind their tensors first, and
+        // `GradStats::take`, whose caller guarantees its gradients.
         #[expect(unsafe_code, reason = "an address is only a number")]
         unsafe { cuda.bind(params.params) }?;
         Ok(cuda)
@@ -127,7 +130,8 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for CudaDeviceOptimizer<H> {
     /// Has no effect on a device.
     fn set_threads(&mut self, _: usize) {}
 
-    /// Waits for the device, unless the last step had [`FoundInf::Check`]; `None` if reading from it fails.
+    /// Waits for the device, unless the last step had [`FoundInf::Check`]; `None` if reading from
+    /// it fails.
     fn grad_norm(&self) -> Option<f64> {
         if !self.has_norm {
             return None;

@@ -37,7 +37,8 @@ impl<M> DeviceState<M> {
         Ok(Self { step: 0, count: Some(count), memory, stride, master })
     }
 
-    /// Uploads a state; `count` is the tensor's element count if known. A `master` that the state lacks is all zeros.
+    /// Uploads a state; `count` is the tensor's element count if known. A `master` that the state
+    /// lacks is all zeros.
     pub(super) fn upload<D: Device<Memory = M>>(
         device: &D,
         state: &TensorState,

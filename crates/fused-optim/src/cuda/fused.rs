@@ -1,8 +1,8 @@
 //! `CudaOptimizer`: its tables and its steps.
 //!
-//! [`bind`](CudaOptimizer::bind) allocates state, builds the tables and the lists of chunks, and compiles the kernels.
-//! [`step`](CudaOptimizer::step) only launches kernels, after an upload of a few bytes if hyper-parameters or [`StepCtl`]
-//! differ from the last step's.
+//! [`bind`](CudaOptimizer::bind) allocates state, builds the tables and the lists of chunks, and
+//! compiles the kernels. [`step`](CudaOptimizer::step) only launches kernels, after an upload of a
+//! few bytes if hyper-parameters or [`StepCtl`] differ from the last step's.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +37,8 @@ pub(super) struct Bound<D: Device> {
     tensor_table: D::Memory,
     /// Contents of `tensor_table`.
     pub(super) tensors: Vec<Tensor>,
-    /// By tensor with a gradient: index of its first chunk of `first_sweep` and of its first row, in its class.
+    /// By tensor with a gradient: index of its first chunk of `first_sweep` and of its first row,
+    /// in its class.
     offsets: Vec<(u64, u64)>,
     /// Of all classes, after the gradient statistics.
     launches: Vec<Launch<D::Kernel>>,
@@ -57,8 +58,8 @@ pub(super) struct Bound<D: Device> {
 /// Argument, kernel and number of blocks.
 type Launch<K> = (Job, K, u32);
 
-/// An optimizer whose weights, gradients and state are on a GPU; `H` is the rule's hyper-parameters,
-/// for example [`AdamWHyper`](crate::AdamWHyper).
+/// An optimizer whose weights, gradients and state are on a GPU; `H` is the rule's
+/// hyper-parameters, for example [`AdamWHyper`](crate::AdamWHyper).
 ///
 /// Stochastic rounding, 8-bit state and norms other than the 2-norm are
 /// [`Error::Unsupported`].
@@ -77,23 +78,27 @@ pub struct CudaOptimizer<H, D: Device = Gpu> {
 
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
-    /// Sets the tensors of the next steps. Call it again if addresses change or other tensors have a gradient.
+    /// Sets the tensors of the next steps. Call it again if addresses change or other tensors have
+    /// a gradient.
     ///
-    /// Allocates the state of new tensors, including f32 masters of half weights, builds the tables of the kernels and
-    /// compiles them; waits for the device. If only addresses differ from the last `bind`, it uploads them in the
-    /// stream without a wait; if nothing differs, it does nothing.
+    /// Allocates the state of new tensors, including f32 masters of half weights, builds the tables
+    /// of the kernels and compiles them; waits for the device. If only addresses differ from the
+    /// last `bind`, it uploads them in the stream without a wait; if nothing differs, it does
+    /// nothing.
     ///
     /// # Errors
     ///
-    /// As [`Optimizer::step`](crate::Optimizer::step); [`Error::MisalignedPointer`](crate::Error::MisalignedPointer);
+    /// As [`Optimizer::step`](crate::Optimizer::step);
+    /// [`Error::MisalignedPointer`](crate::Error::MisalignedPointer);
     /// [`Error::Cuda`](crate::Error::Cuda).
     ///
     /// # Safety
     ///
-    /// Until the next `bind`, `params` must be valid: each address has that number of elements of that type on this
-    /// device. No two tensors overlap, except gradients that are not cleared. Kernels that
-    /// [`take_grad_stats`](Self::take_grad_stats) has launched in another stream must have finished, or come before the
-    /// next work of the optimizer's stream, since `bind` frees their tables. The same holds for dropping the optimizer.
+    /// Until the next `bind`, `params` must be valid: each address has that number of elements of
+    /// that type on this device. No two tensors overlap, except gradients that are not cleared.
+    /// Kernels that [`take_grad_stats`](Self::take_grad_stats) has launched in another stream must
+    /// have finished, or come before the next work of the optimizer's stream, since `bind` frees
+    /// their tables. The same holds for dropping the optimizer.
     #[expect(unsafe_code, reason = "reads weights at the caller's addresses")]
     pub unsafe fn bind(&mut self, params: &[DeviceParam]) -> Result<()> {
         self.validate(params)?;
@@ -204,7 +209,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         Ok(())
     }
 
-    /// The program of each class, and each tensor's shape. A class is the tensors of one rule type and types.
+    /// The program of each class, and each tensor's shape. A class is the tensors of one rule type
+    /// and types.
     fn classes(
         &self,
         members: &[(usize, usize)],
@@ -319,7 +325,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
             let job = Job {
                 chunk: tables.add(cast_slice(&class.first_sweep))?,
                 order: tables.add(cast_slice(&class.members))?,
-                // After the sums of the gradient statistics, which must stay 0 for a tensor without elements.
+                // After the sums of the gradient statistics, which must stay 0 for a tensor without
+                // elements.
                 sum: stats_job.sum + 8 * u64::from(plan.values),
                 chunks,
                 tensors,
@@ -373,8 +380,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         members.iter().zip(offsets).map(tensor).collect()
     }
 
-    /// As [`step`](Self::step); the step is also skipped if the `u32` at the device address `found_inf` is not 0 when
-    /// it runs, for example the result of another kernel or of all ranks.
+    /// As [`step`](Self::step); the step is also skipped if the `u32` at the device address
+    /// `found_inf` is not 0 when it runs, for example the result of another kernel or of all ranks.
     ///
     /// # Errors
     ///
@@ -411,7 +418,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         Ok(())
     }
 
-    /// Uploads the arguments of a step with this `ctl`. Returns whether the step needs gradient statistics.
+    /// Uploads the arguments of a step with this `ctl`. Returns whether the step needs gradient
+    /// statistics.
     fn upload_step(&mut self, ctl: &StepCtl) -> Result<bool> {
         let ctl = &ctl.validated()?;
         let request = request(ctl, self.core.groups(), self.loss_scale)?;

@@ -16,9 +16,10 @@ use super::table::{DeviceStatus, Job};
 use super::{CudaOptimizer, DeviceSlice, Gpu};
 use crate::{Error, Result, StepCtl, norms};
 
-/// Takes statistics of gradients (their norm, whether they are finite) before the step, for example of a bucket
-/// after its all-reduce, while it is in the device's cache: the step does not read them again for this. Returned by
-/// [`DeviceOptimizer::grad_stats`](crate::DeviceOptimizer::grad_stats), for the next step.
+/// Takes statistics of gradients (their norm, whether they are finite) before the step, for example
+/// of a bucket after its all-reduce, while it is in the device's cache: the step does not read them
+/// again for this. Returned by [`DeviceOptimizer::grad_stats`](crate::DeviceOptimizer::grad_stats),
+/// for the next step.
 #[derive(Clone, Debug)]
 pub struct GradStats {
     optimizer: Arc<Mutex<dyn TakesStats>>,
@@ -26,8 +27,8 @@ pub struct GradStats {
 }
 
 impl GradStats {
-    /// Reads some gradients, each given with its tensor's index, in the stream of `on`. Ignores gradients that are not
-    /// bound at these addresses; the step will read them.
+    /// Reads some gradients, each given with its tensor's index, in the stream of `on`. Ignores
+    /// gradients that are not bound at these addresses; the step will read them.
     ///
     /// # Errors
     ///
@@ -35,10 +36,10 @@ impl GradStats {
     ///
     /// # Safety
     ///
-    /// The optimizer's next call is a step on these gradients, which do not change after this call in the stream of
-    /// `on`. This stream is on the optimizer's device and is ordered after all work that the optimizer's own stream
-    /// has now. The optimizer's own stream waits for it before the step, and before the optimizer and this are
-    /// dropped.
+    /// The optimizer's next call is a step on these gradients, which do not change after this call
+    /// in the stream of `on`. This stream is on the optimizer's device and is ordered after all
+    /// work that the optimizer's own stream has now. The optimizer's own stream waits for it before
+    /// the step, and before the optimizer and this are dropped.
     pub unsafe fn take(&self, grads: &[(usize, DeviceSlice)], on: &Gpu) -> Result<()> {
         let mut optimizer = self.optimizer.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: guaranteed by the caller.
@@ -74,7 +75,8 @@ impl<H: DeviceHyper + std::fmt::Debug> TakesStats for CudaOptimizer<H> {
     }
 }
 
-/// Prepares `optimizer` for statistics taken before a step with this `ctl`; `None` if the step needs none.
+/// Prepares `optimizer` for statistics taken before a step with this `ctl`; `None` if the step
+/// needs none.
 pub(super) fn grad_stats<H: DeviceHyper + std::fmt::Debug>(
     optimizer: &Arc<Mutex<CudaOptimizer<H>>>,
     ctl: &StepCtl,
@@ -85,8 +87,8 @@ pub(super) fn grad_stats<H: DeviceHyper + std::fmt::Debug>(
 
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
-    /// Discards earlier statistics and uploads the arguments of those for a step with this `ctl`. Returns `false` if
-    /// nothing is bound or the step needs no statistics.
+    /// Discards earlier statistics and uploads the arguments of those for a step with this `ctl`.
+    /// Returns `false` if nothing is bound or the step needs no statistics.
     pub(super) fn prepare_stats(&mut self, ctl: &StepCtl) -> Result<bool> {
         let ctl = &ctl.validated()?;
         if self.bound.is_none() || !norms::needed(ctl, &self.core.own_clips()) {
@@ -117,24 +119,26 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         Ok(())
     }
 
-    /// Takes statistics (the norm, whether they are finite) of some tensors' gradients before the step, for example
-    /// of a bucket after its all-reduce, while it is in the device's cache. `on` is a `Gpu` of the same device on the
-    /// stream to launch in; `None` is the optimizer's own.
+    /// Takes statistics (the norm, whether they are finite) of some tensors' gradients before the
+    /// step, for example of a bucket after its all-reduce, while it is in the device's cache. `on`
+    /// is a `Gpu` of the same device on the stream to launch in; `None` is the optimizer's own.
     ///
-    /// The next step, if it has the same `ctl`, reads only the remaining gradients for its statistics, and has the
-    /// same bits. Tensors may be split into calls in any order. A further call for a tensor replaces its norm, but a
-    /// gradient that was not finite in any call skips the step.
+    /// The next step, if it has the same `ctl`, reads only the remaining gradients for its
+    /// statistics, and has the same bits. Tensors may be split into calls in any order. A further
+    /// call for a tensor replaces its norm, but a gradient that was not finite in any call skips
+    /// the step.
     ///
     /// # Errors
     ///
-    /// [`Error::MissingParam`](crate::Error::MissingParam) for a tensor that is not bound or has no gradient; an
-    /// invalid `ctl`; [`Error::CalledBefore`](crate::Error::CalledBefore) [`bind`](Self::bind);
-    /// [`Error::Cuda`](crate::Error::Cuda).
+    /// [`Error::MissingParam`](crate::Error::MissingParam) for a tensor that is not bound or has no
+    /// gradient; an invalid `ctl`; [`Error::CalledBefore`](crate::Error::CalledBefore)
+    /// [`bind`](Self::bind); [`Error::Cuda`](crate::Error::Cuda).
     ///
     /// # Safety
     ///
-    /// These gradients must still be valid, and must not change before the step. If `on` is another stream, this must
-    /// come after the last step there, and the optimizer's stream must wait for it before the next step.
+    /// These gradients must still be valid, and must not change before the step. If `on` is another
+    /// stream, this must come after the last step there, and the optimizer's stream must wait for
+    /// it before the next step.
     pub unsafe fn take_grad_stats(
         &mut self,
         indices: &[usize],
@@ -187,8 +191,8 @@ impl<D: Device> Bound<D> {
     pub(super) unsafe fn launch_stats(&self, device: &D, chunks: &Range<u32>) -> Result<()> {
         let job = Job { first: chunks.start, chunks: chunks.end, ..self.stats_job };
         let blocks = blocks(device, chunks.len() as u32, BLOCKS);
-        // SAFETY: the tables were made for this kernel and live as long as `self`; the caller guarantees the
-        // gradients.
+        // SAFETY: the tables were made for this kernel and live as long as `self`; the caller
+        // guarantees the gradients.
         unsafe { launch(device, &self.grad_stats, blocks, &job) }
     }
 }

@@ -1,4 +1,5 @@
-//! NVRTC's machine code of the kernels: no spills, no generic accesses, 16 bytes at a time, few registers.
+//! NVRTC's machine code of the kernels: no spills, no generic accesses, 16 bytes at a time, few
+//! registers.
 
 use std::env;
 

@@ -1,24 +1,26 @@
 //! Optimizers on an NVIDIA GPU (feature `cuda`).
 //!
-//! Nine rules as multi-tensor kernels: `rules.h` has their arithmetic, `optim.cu` the kernels. A step is two kernel
-//! launches for any number of tensors: the first takes statistics of the gradients (their norm, whether they are
-//! finite) if the step needs them, and decides whether the step is skipped; the second updates all tensors of the
-//! same rule variant and types. Rules of two sweeps have two more launches. All inputs of a step, including step
-//! counts and loss scale, are in device memory: the host does not wait, and a step can be captured in a CUDA graph
-//! after one step with the same tensors.
+//! Nine rules as multi-tensor kernels: `rules.h` has their arithmetic, `optim.cu` the kernels. A
+//! step is two kernel launches for any number of tensors: the first takes statistics of the
+//! gradients (their norm, whether they are finite) if the step needs them, and decides whether the
+//! step is skipped; the second updates all tensors of the same rule variant and types. Rules of two
+//! sweeps have two more launches. All inputs of a step, including step counts and loss scale, are
+//! in device memory: the host does not wait, and a step can be captured in a CUDA graph after one
+//! step with the same tensors.
 //!
 //! # Reproducibility
 //!
-//! Weights, state and norms have the bits of the CPU, except the payloads of NaNs: the kernels use the order of sums
-//! and the f32 arithmetic without contraction that the [crate](crate#reproducibility) specifies. The tests compile the
-//! kernels for the CPU and compare.
+//! Weights, state and norms have the bits of the CPU, except the payloads of NaNs: the kernels use
+//! the order of sums and the f32 arithmetic without contraction that the
+//! [crate](crate#reproducibility) specifies. The tests compile the kernels for the CPU and compare.
 //!
 //! # Requirements
 //!
-//! Building needs no CUDA. The driver (`libcuda.so.1`) and NVRTC are loaded at run time; if one is missing or too
-//! old, the error says where it was searched for and what to install. `$NVRTC_LIBRARY` is the path of NVRTC. Compiled
-//! kernels are cached in `$CUBIN_CACHE` (empty: no cache), by default `cuda-rt/cubin` in the user's cache folder. If
-//! the cache has all kernels ([`compile_for`](CudaOptimizer::compile_for)), NVRTC is not needed.
+//! Building needs no CUDA. The driver (`libcuda.so.1`) and NVRTC are loaded at run time; if one is
+//! missing or too old, the error says where it was searched for and what to install.
+//! `$NVRTC_LIBRARY` is the path of NVRTC. Compiled kernels are cached in `$CUBIN_CACHE` (empty: no
+//! cache), by default `cuda-rt/cubin` in the user's cache folder. If the cache has all kernels
+//! ([`compile_for`](CudaOptimizer::compile_for)), NVRTC is not needed.
 //!
 //! ```no_run
 //! use fused_optim::cuda::{CudaOptimizer, DType, DeviceParam, DeviceSlice, Gpu};
@@ -37,11 +39,13 @@
 //! # Ok::<(), fused_optim::Error>(())
 //! ```
 //!
-//! A [`DeviceSlice`] can also be made from a slice of cudarc, and, with the feature `candle-cuda`, from a tensor of
-//! candle by `DeviceSlice::try_from(&tensor)?`, with a [`Gpu`] [on](Gpu::on) the stream of its device.
+//! A [`DeviceSlice`] can also be made from a slice of cudarc, and, with the feature `candle-cuda`,
+//! from a tensor of candle by `DeviceSlice::try_from(&tensor)?`, with a [`Gpu`] [on](Gpu::on) the
+//! stream of its device.
 //!
-//! [`CudaOptimizer`] is unsafe to step, since an address is only a number. [`CudaDeviceOptimizer`] is the same as a
-//! [`DeviceOptimizer`](crate::DeviceOptimizer), whose only unsafe call is [`DeviceParams::new`].
+//! [`CudaOptimizer`] is unsafe to step, since an address is only a number. [`CudaDeviceOptimizer`]
+//! is the same as a [`DeviceOptimizer`](crate::DeviceOptimizer), whose only unsafe call is
+//! [`DeviceParams::new`].
 
 mod averages;
 mod device;
@@ -108,7 +112,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         })
     }
 
-    /// Updates all bound tensors. Launches the step in the optimizer's stream and returns before it is done.
+    /// Updates all bound tensors. Launches the step in the optimizer's stream and returns before it
+    /// is done.
     ///
     /// [`status`](Self::status) reads from the device whether the step was skipped.
     ///
@@ -119,19 +124,21 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
     ///
     /// # Safety
     ///
-    /// The bound tensors must still be valid, and no other code may use them until the step is done in the stream.
+    /// The bound tensors must still be valid, and no other code may use them until the step is done
+    /// in the stream.
     #[expect(unsafe_code, reason = "kernels write the bound tensors")]
     pub unsafe fn step(&mut self, ctl: &StepCtl) -> Result<()> {
         // SAFETY: guaranteed by the caller.
         unsafe { self.step_unless(ctl, 0) }
     }
 
-    /// Searches for the fastest launch parameters for tensors of these lengths and types, and uses them from now on.
-    /// They change no bit. A missing gradient is taken to have the weight's type.
+    /// Searches for the fastest launch parameters for tensors of these lengths and types, and uses
+    /// them from now on. They change no bit. A missing gradient is taken to have the weight's type.
     ///
-    /// Takes the time of some hundred steps and of compiling six programs, and device memory for the weights, gradients
-    /// and state of at most 32 Mi elements (more if one tensor is larger). The result is cached on disk beside compiled
-    /// kernels, by number of tensors and of elements, each rounded down to a power of two. Waits for the device.
+    /// Takes the time of some hundred steps and of compiling six programs, and device memory for
+    /// the weights, gradients and state of at most 32 Mi elements (more if one tensor is larger).
+    /// The result is cached on disk beside compiled kernels, by number of tensors and of elements,
+    /// each rounded down to a power of two. Waits for the device.
     ///
     /// # Errors
     ///
@@ -140,19 +147,19 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         self.tune_with(params, &Search::new())
     }
 
-    /// Keeps the loss scale on the device: each step multiplies the gradients by its inverse (instead of
-    /// [`StepCtl::grad_scale`]) and updates it. `None`: without a loss scale.
+    /// Keeps the loss scale on the device: each step multiplies the gradients by its inverse
+    /// (instead of [`StepCtl::grad_scale`]) and updates it. `None`: without a loss scale.
     ///
     /// A skipped step counts as an overflow, any other as none. So each step needs
     /// [`FoundInf::Check`](crate::FoundInf::Check), the caller's own check as
-    /// [`FoundInf::Known`](crate::FoundInf::Known), or [`step_unless`](Self::step_unless): without a check the scale
-    /// only grows.
+    /// [`FoundInf::Known`](crate::FoundInf::Known), or [`step_unless`](Self::step_unless): without
+    /// a check the scale only grows.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) for a scale that is not finite, not positive or below
-    /// `min_scale`, a growth factor of 1 or less, a backoff factor outside `0..1` or an interval of 0: nothing is changed
-    /// then. [`Error::Cuda`](crate::Error::Cuda).
+    /// [`Error::InvalidHyper`](crate::Error::InvalidHyper) for a scale that is not finite, not
+    /// positive or below `min_scale`, a growth factor of 1 or less, a backoff factor outside `0..1`
+    /// or an interval of 0: nothing is changed then. [`Error::Cuda`](crate::Error::Cuda).
     pub fn set_loss_scale(&mut self, loss_scale: Option<LossScale>) -> Result<()> {
         loss_scale.map_or(Ok(()), LossScale::validate)?;
         self.loss_scale = loss_scale;
@@ -165,8 +172,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         Ok(self.device.write(ctl, DeviceStatus::LOSS_SCALE, bytes_of(&scale.scale))?)
     }
 
-    /// Device address of the loss scale, an `f32`, to multiply the loss by; 0 before [`bind`](Self::bind). Valid
-    /// until the next `bind`.
+    /// Device address of the loss scale, an `f32`, to multiply the loss by; 0 before
+    /// [`bind`](Self::bind). Valid until the next `bind`.
     #[must_use]
     pub fn loss_scale_address(&self) -> u64 {
         self.bound
@@ -192,8 +199,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         })
     }
 
-    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), with the same contents after the same steps. Waits
-    /// for the device.
+    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), with the same contents after the
+    /// same steps. Waits for the device.
     ///
     /// # Errors
     ///
@@ -213,7 +220,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         Ok(self.core.state_dict_with(states))
     }
 
-    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order of [`bind`](Self::bind).
+    /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order of
+    /// [`bind`](Self::bind).
     ///
     /// # Errors
     ///
@@ -222,8 +230,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         self.core.set_param_names(params)
     }
 
-    /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict). Call [`bind`](Self::bind) before the next
-    /// step.
+    /// As [`Optimizer::load_state_dict`](crate::Optimizer::load_state_dict). Call
+    /// [`bind`](Self::bind) before the next step.
     ///
     /// # Errors
     ///
@@ -247,12 +255,13 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         self.core.groups()
     }
 
-    /// Adds a group, at any time. Waits for the device. Call [`bind`](Self::bind) before the next step.
+    /// Adds a group, at any time. Waits for the device. Call [`bind`](Self::bind) before the next
+    /// step.
     ///
     /// # Errors
     ///
-    /// As [`AdamW::add_param_group`](crate::AdamW::add_param_group); [`Error::Cuda`](crate::Error::Cuda). The optimizer
-    /// is unchanged then.
+    /// As [`AdamW::add_param_group`](crate::AdamW::add_param_group);
+    /// [`Error::Cuda`](crate::Error::Cuda). The optimizer is unchanged then.
     pub fn add_param_group(&mut self, group: ParamGroup<H>) -> Result<()> {
         let mut core = self.core.clone();
         core.add_param_group(group)?;
@@ -270,8 +279,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         self.core.set_hyper_param(group, param, value)
     }
 
-    /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters). Waits for the device. Call
-    /// [`bind`](Self::bind) before the next step.
+    /// As [`Optimizer::refresh_masters`](crate::Optimizer::refresh_masters). Waits for the device.
+    /// Call [`bind`](Self::bind) before the next step.
     ///
     /// # Errors
     ///
@@ -285,9 +294,9 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
 
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: DeviceHyper> CudaOptimizer<H> {
-    /// Compiles the kernels of an optimizer over these groups for an architecture (90 is compute capability 9.0) and
-    /// these types of weight and gradient, into the cache of compiled kernels: a machine with a copy of that folder
-    /// needs no NVRTC. Needs no GPU and no driver.
+    /// Compiles the kernels of an optimizer over these groups for an architecture (90 is compute
+    /// capability 9.0) and these types of weight and gradient, into the cache of compiled kernels:
+    /// a machine with a copy of that folder needs no NVRTC. Needs no GPU and no driver.
     ///
     /// # Errors
     ///
@@ -372,8 +381,8 @@ impl DeviceParam {
     }
 }
 
-/// Identifies the kernel launches of a step. If two are equal, so are the launches with all their arguments: the
-/// kernels read everything that differs from step to step from device memory.
+/// Identifies the kernel launches of a step. If two are equal, so are the launches with all their
+/// arguments: the kernels read everything that differs from step to step from device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Launches {
     bound: u64,

@@ -1,4 +1,5 @@
-//! For each of the nine rules: its type in `rules.h`, and the numbers `h` of that type's constructor.
+//! For each of the nine rules: its type in `rules.h`, and the numbers `h` of that type's
+//! constructor.
 
 use crate::rule::Hyper;
 use crate::rules::{

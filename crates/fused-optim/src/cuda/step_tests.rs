@@ -1,5 +1,5 @@
-//! State that optimizers keep between steps: gradient statistics, kept launches, bound tensors. On the device of
-//! `tests`.
+//! State that optimizers keep between steps: gradient statistics, kept launches, bound tensors. On
+//! the device of `tests`.
 
 #![expect(unsafe_code, reason = "kernels access the test's memory")]
 
@@ -87,8 +87,8 @@ fn statistics_of_other_gradients_are_discarded() {
     unsafe { device.bind(&bound[0]) }.unwrap();
     assert!(!device.prepare_stats(&StepCtl::PLAIN).unwrap(), "no statistics are needed");
     assert_eq!((device.bound_at(&at[0]), device.bound_at(&at[1])), (vec![0, 1], vec![]));
-    // A value of the first gradients while statistics are taken, whether these are discarded, which gradients are
-    // stepped with, whether the step is skipped, and the squared norm.
+    // A value of the first gradients while statistics are taken, whether these are discarded, which
+    // gradients are stepped with, whether the step is skipped, and the squared norm.
     for (number, known, stepped, skipped, norm) in [
         (f32::NAN, false, 0, true, 0.0),
         (f32::NAN, false, 1, false, 162_000.0),
@@ -115,7 +115,7 @@ fn statistics_of_other_gradients_are_discarded() {
     }
 }
 
-/// If `prepare` returns equal `Launches`, the launches kept from an earlier step have the effect of this step.
+/// If `prepare` returns equal `Launches`, those kept from an earlier step do what this step does.
 #[test]
 fn equal_launches_have_the_effect_of_the_step() {
     kept_launches::<AdamWHyper>();
@@ -197,7 +197,7 @@ fn kept_launches<H: DeviceHyper + Default>() {
             Some(kept) => {
                 again += 1;
                 for (kernel, blocks, job) in kept {
-                    // SAFETY: as above; the launches are of the bound tables, since `launches` is equal.
+                    // SAFETY: as above; equal `launches` are those of the bound tables.
                     unsafe { keeps.device.launch(kernel, *blocks, job) }.unwrap();
                 }
             }
@@ -214,7 +214,7 @@ fn kept_launches<H: DeviceHyper + Default>() {
     assert!(again > 20 && kept.len() > 4, "{again} of {}", kept.len());
 }
 
-/// A total norm in device memory has the effect of the same value on the host, also when kept launches run again.
+/// A norm in device memory acts as the same value on the host, also when kept launches run again.
 #[test]
 fn total_norm_in_device_memory_equals_the_value_on_the_host() {
     total_norms(AdamWHyper::default());
@@ -304,7 +304,7 @@ fn invalid_addresses_of_a_total_norm_are_errors() {
     assert!(device.device.launched.lock().unwrap().is_empty());
 }
 
-/// A search changes no bit of later steps, and its result is cached for tensors of the same size class.
+/// A search changes no bit of later steps; its result is cached for tensors of its size class.
 #[test]
 fn search_result_is_cached() {
     let folder = std::env::temp_dir().join(format!("launches-test-{}", std::process::id()));
@@ -350,7 +350,7 @@ fn search_result_is_cached() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Weights and gradients of all types in one optimizer, in groups with other hyper-parameters and rule types.
+/// Weights and gradients of all types in one optimizer, in groups of unequal hyper-parameters.
 #[test]
 fn tensors_of_all_types_in_one_step() {
     let sizes: Vec<_> = (0..28).map(|i| ([0, 1, 33, 1025, 4097, 17_000][i % 6], 0)).collect();

@@ -20,8 +20,8 @@ impl TakenStats {
         Self { done: vec![false; chunks.len()], chunks, request: Vec::new(), begun: false }
     }
 
-    /// Returns the chunks of some tensors, whose statistics the caller then takes. Discards statistics taken with
-    /// another request.
+    /// Returns the chunks of some tensors, whose statistics the caller then takes. Discards
+    /// statistics taken with another request.
     pub(super) fn begin(&mut self, tensors: &[usize], request: &[u8]) -> Vec<Range<u32>> {
         self.begun = true;
         if self.request != request {

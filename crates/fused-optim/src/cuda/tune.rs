@@ -1,8 +1,8 @@
 //! Search for the fastest launch parameters of `step`, cached on disk.
 //!
-//! Launch parameters change the time of a step and no bit of its result. The fastest ones depend on the device and on
-//! types, number and lengths of the tensors. So each candidate is timed on tensors of the same lengths, allocated for
-//! the search; weights and state are not touched.
+//! Launch parameters change the time of a step and no bit of its result. The fastest ones depend on
+//! the device and on types, number and lengths of the tensors. So each candidate is timed on
+//! tensors of the same lengths, allocated for the search; weights and state are not touched.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -23,7 +23,8 @@ pub struct LaunchShape {
     pub blocks: u32,
     /// Number of elements that a warp updates at a time.
     pub sweep: u32,
-    /// Number of elements of each vector that a thread loads at a time; 0: 8 if weight or gradient is 16-bit, else 4.
+    /// Number of elements of each vector that a thread loads at a time; 0: 8 if weight or gradient
+    /// is 16-bit, else 4.
     pub pack: u32,
 }
 
@@ -169,8 +170,8 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
             for (shape, best) in candidates.iter().zip(&mut times) {
                 twin.launch_shapes.insert((class.0.into(), class.1), *shape);
                 twin.unbind()?;
-                // SAFETY: `memory` has these lengths, is used by nothing else, and outlives the steps of `twin`:
-                // `status` waits for the stream.
+                // SAFETY: `memory` has these lengths, is used by nothing else, and outlives the
+                // steps of `twin`: `status` waits for the stream.
                 #[expect(unsafe_code, reason = "an address is only a number")]
                 unsafe { twin.bind(&tensors) }?;
                 *best = (*best).min(twin.time_of_a_step()?);
@@ -200,13 +201,15 @@ fn best(searched: &[(LaunchShape, Duration)]) -> LaunchShape {
     fastest.map_or(LaunchShape::DEFAULT, |(shape, _)| *shape)
 }
 
-/// Key of the cache: number of tensors and of all their elements, each rounded down to a power of two.
+/// Key of the cache: number of tensors and of all their elements, each rounded down to a power of
+/// two.
 fn size_class(params: &[DeviceParam]) -> String {
     let elements: usize = params.iter().map(|param| param.weight.len).sum();
     format!("2^{} tensors of 2^{} elements", params.len().ilog2(), elements.ilog2())
 }
 
-/// Maximum number of elements of a search, unless one tensor has more: far more than fit the device's cache.
+/// Maximum number of elements of a search, unless one tensor has more: far more than fit the
+/// device's cache.
 const MAX_ELEMENTS: usize = 32 << 20;
 const ROUNDS: usize = 3;
 const STEPS: u32 = 8;

@@ -1,4 +1,5 @@
-//! Layout of tensors in flat buffers, and spans of tensors that are updated together. Pure arithmetic.
+//! Layout of tensors in flat buffers, and spans of tensors that are updated together. Pure
+//! arithmetic.
 
 use std::ops::Range;
 

@@ -1,7 +1,8 @@
 //! The step of rules that need sums over whole tensors, with a single copy to the host.
 //!
-//! The state is updated before the result of the check for non-finite gradients is known. So with a check, the old
-//! state is saved, and restored if a gradient is not finite; weights are updated afterwards.
+//! The state is updated before the result of the check for non-finite gradients is known. So with a
+//! check, the old state is saved, and restored if a gradient is not finite; weights are updated
+//! afterwards.
 
 use npu_sys::safe::{Operators, View};
 use npu_sys::sys::AclDataType;
@@ -70,8 +71,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(true)
     }
 
-    /// Lays out the results, the check and then the sums. Returns the tensors of each span, `None` for those
-    /// without sums, and the number of results.
+    /// Lays out the results, the check and then the sums. Returns the tensors of each span, `None`
+    /// for those without sums, and the number of results.
     fn plan(&self, spans: &[Span], check_len: usize) -> (Vec<Vec<Option<FullTensor>>>, usize) {
         let mut len = check_len;
         let mut tensor = |span: &Span, at: usize| {

@@ -91,16 +91,16 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(Self { on, core, flats, pending, scratch, norm: None, kernels: true })
     }
 
-    /// Sets whether to use CANN's [fused kernels](super#fused-kernels-of-cann) where CANN, the chip and the
-    /// hyper-parameters allow; by default they are used.
+    /// Sets whether to use CANN's [fused kernels](super#fused-kernels-of-cann) where CANN, the chip
+    /// and the hyper-parameters allow; by default they are used.
     #[must_use]
     pub const fn with_kernels(mut self, used: bool) -> Self {
         self.kernels = used;
         self
     }
 
-    /// Creates flat buffers for these tensors, which are identified by their index in the list. Weights and
-    /// gradients are zero; state of earlier steps and loaded state are kept.
+    /// Creates flat buffers for these tensors, which are identified by their index in the list.
+    /// Weights and gradients are zero; state of earlier steps and loaded state are kept.
     ///
     /// # Errors
     ///
@@ -209,13 +209,13 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         self.view_of(index, |flat| &flat.grad)
     }
 
-    /// Copies a weight from the host. If the tensor has a master, call [`refresh_masters`](Self::refresh_masters)
-    /// after this.
+    /// Copies a weight from the host. If the tensor has a master, call
+    /// [`refresh_masters`](Self::refresh_masters) after this.
     ///
     /// # Errors
     ///
-    /// As [`weight`](Self::weight); [`Error::LengthMismatch`]; [`Error::Unsupported`] for another type
-    /// than the weight's; [`Error::Npu`].
+    /// As [`weight`](Self::weight); [`Error::LengthMismatch`]; [`Error::Unsupported`] for another
+    /// type than the weight's; [`Error::Npu`].
     pub fn write_weight(&mut self, index: usize, values: Slice<'_>) -> Result<()> {
         self.write(index, &self.weight(index)?, values)
     }
@@ -265,7 +265,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
     /// # Errors
     ///
     /// [`Error::MissingParam`], an invalid `ctl`, [`Error::Unsupported`], [`Error::CalledBefore`]
-    /// [`combine`](Self::combine): nothing is changed then. [`Error::Npu`]: weights and state may be half updated.
+    /// [`combine`](Self::combine): nothing is changed then. [`Error::Npu`]: weights and state may
+    /// be half updated.
     pub fn step(&mut self, has_grad: &[bool], ctl: &StepCtl) -> Result<Applied> {
         let ctl = &ctl.validated()?;
         ctl.max_norm_on_device()?;
@@ -344,7 +345,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         }
     }
 
-    /// A span's parameters in f32: the weights, their masters, or scratch memory with converted weights.
+    /// A span's parameters in f32: the weights, their masters, or scratch memory with converted
+    /// weights.
     pub(super) fn parameters(&self, span: &Span) -> npu_sys::Result<View> {
         let flat = &self.flats[span.flat];
         match &flat.master {
@@ -391,7 +393,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         self.flats[span.flat].grad.part(span.start, span.count)
     }
 
-    /// Norm of all unscaled gradients, before clipping, of the last step that clipped by norm. Waits for the device.
+    /// Norm of all unscaled gradients, before clipping, of the last step that clipped by norm.
+    /// Waits for the device.
     ///
     /// # Errors
     ///
@@ -436,8 +439,8 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(())
     }
 
-    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), with the same keys. Waits for the
-    /// device.
+    /// As [`Optimizer::state_dict`](crate::Optimizer::state_dict), with the same keys. Waits for
+    /// the device.
     ///
     /// # Errors
     ///

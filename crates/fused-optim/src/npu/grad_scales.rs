@@ -1,7 +1,7 @@
 //! Gradients in f32, scaled and clipped, and the check for non-finite values, before the rule.
 //!
-//! Norms and the factors computed from them stay on the device. The check is the sum of zero times the gradients,
-//! which is NaN exactly if one of them is not finite; the host reads it.
+//! Norms and the factors computed from them stay on the device. The check is the sum of zero times
+//! the gradients, which is NaN exactly if one of them is not finite; the host reads it.
 
 use std::collections::BTreeMap;
 

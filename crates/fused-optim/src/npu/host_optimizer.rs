@@ -1,7 +1,7 @@
 //! `HostOptimizer`: an optimizer on an NPU for a model that computes on the host.
 //!
-//! State and arithmetic are on the device, weights and gradients on the host. A step copies gradients
-//! to the device, and weights to it and back, one copy per flat buffer.
+//! State and arithmetic are on the device, weights and gradients on the host. A step copies
+//! gradients to the device, and weights to it and back, one copy per flat buffer.
 
 use npu_sys::safe::{Operators, View};
 
@@ -19,9 +19,9 @@ use crate::{
 /// An [`Optimizer`] that computes on an Ascend NPU, for weights and gradients in host memory; `H`
 /// is the rule's hyper-parameters.
 ///
-/// A step copies the gradients to the device, and the weights from it. Weights without a master on the device are
-/// also copied to it. The step waits for the device at its end.
-/// [Moving averages](ParamMut::ema) and everything that [`NpuOptimizer`] does not support are errors.
+/// A step copies the gradients to the device, and the weights from it. Weights without a master on
+/// the device are also copied to it. The step waits for the device at its end. [Moving
+/// averages](ParamMut::ema) and everything that [`NpuOptimizer`] does not support are errors.
 #[derive(Debug)]
 pub struct HostOptimizer<H> {
     npu: NpuOptimizer<H>,
@@ -53,8 +53,8 @@ impl<H: NpuHyper> HostOptimizer<H> {
         self
     }
 
-    /// Creates flat buffers if the tensors differ from those of the previous step. A missing gradient
-    /// has its previous type, or else the weight's.
+    /// Creates flat buffers if the tensors differ from those of the previous step. A missing
+    /// gradient has its previous type, or else the weight's.
     fn combine(&mut self, params: &[ParamMut<'_>]) -> Result<()> {
         let npu_param = |(at, param): (usize, &ParamMut<'_>)| {
             let (count, weight) = (param.weight.len(), param.weight.dtype());

@@ -3,8 +3,9 @@
 //! Nine of the CPU's rules with CANN operators, as in torch_npu's fused optimizers: parameters,
 //! gradients and state of one type and group are in one flat buffer, so a step is a few launches
 //! for any number of tensors. [`NpuOptimizer::combine`] creates the buffers;
-//! [`weight`](NpuOptimizer::weight) and [`grad`](NpuOptimizer::grad) return each tensor's view of them.
-//! [`HostOptimizer`] is the same as an [`Optimizer`](crate::Optimizer), for models that compute on the host.
+//! [`weight`](NpuOptimizer::weight) and [`grad`](NpuOptimizer::grad) return each tensor's view of
+//! them. [`HostOptimizer`] is the same as an [`Optimizer`](crate::Optimizer), for models that
+//! compute on the host.
 //!
 //! | optimizer | launches of a plain step of f32 without decay |
 //! |---|---|
@@ -20,20 +21,22 @@
 //! | with momentum by a fused kernel of CANN, else first step, later steps | 1, 2, 3 |
 //!
 //! Missing gradients and differing step counts split a buffer into spans, each with its own
-//! launches. A half weight adds two casts, or three if it has no master; the check of the
-//! gradients ([`FoundInf::Check`](crate::FoundInf::Check)) adds two launches and one copy to the host, which
+//! launches. A half weight adds two casts, or three if it has no master; the check of the gradients
+//! ([`FoundInf::Check`](crate::FoundInf::Check)) adds two launches and one copy to the host, which
 //! Lamb and AdamP combine with their own.
 //!
 //! # Differences from torch_npu
 //!
-//! bf16 is supported. State is f32 and half weights have f32 masters, as on the CPU, so that checkpoints
-//! move between devices. A tensor whose gradient appears later takes its first step then; a tensor whose
-//! gradient is missing is not updated. Lamb and AdamP copy to the host once per step, not once per tensor.
+//! bf16 is supported. State is f32 and half weights have f32 masters, as on the CPU, so that
+//! checkpoints move between devices. A tensor whose gradient appears later takes its first step
+//! then; a tensor whose gradient is missing is not updated. Lamb and AdamP copy to the host once
+//! per step, not once per tensor.
 //!
 //! # Fused kernels of CANN
 //!
-//! They are used if CANN has the symbol, the chip is of the second generation and the kernel supports the
-//! hyper-parameters, unless [disabled](NpuOptimizer::with_kernels). All their tensors are f32.
+//! They are used if CANN has the symbol, the chip is of the second generation and the kernel
+//! supports the hyper-parameters, unless [disabled](NpuOptimizer::with_kernels). All their tensors
+//! are f32.
 //!
 //! | kernel | since CANN | used for | not for |
 //! |---|---|---|---|
@@ -41,25 +44,25 @@
 //! | `aclnnFusedAdamw` | 9.2 | AdamW from a tensor's second step on | the first: its counter must be above 0 |
 //! | `aclnnApplyAdamWV2` | 8.1 | AdamW if the newer kernel is not used | |
 //!
-//! Both AdamW kernels take `β` in f32 and compute `1 − β` from it. For 0.999 that has a relative error of 1.3e-5,
-//! and so would the moments. If the error is above 2⁻²¹, an operator after the kernel corrects the
-//! moment: one more launch for each such `β`; 0.999 is one and 0.9 is not. With
-//! amsgrad this is not possible, and such `β` use Adam's operators. Both kernels read the number
-//! of previous steps from a tensor; the formula in the newer kernel's documentation uses that number as it is, but its
-//! public source adds one.
+//! Both AdamW kernels take `β` in f32 and compute `1 − β` from it. For 0.999 that has a relative
+//! error of 1.3e-5, and so would the moments. If the error is above 2⁻²¹, an operator after the
+//! kernel corrects the moment: one more launch for each such `β`; 0.999 is one and 0.9 is not. With
+//! amsgrad this is not possible, and such `β` use Adam's operators. Both kernels read the number of
+//! previous steps from a tensor; the formula in the newer kernel's documentation uses that number
+//! as it is, but its public source adds one.
 //!
-//! The requirements of the newer two are taken from the public headers, documents and sources of ops-nn 9.1.0 and
-//! 9.2.0-beta.2. Their gradient scale is not used: `aclnnFusedSgd` would overwrite the
-//! gradients with the scaled ones.
+//! The requirements of the newer two are taken from the public headers, documents and sources of
+//! ops-nn 9.1.0 and 9.2.0-beta.2. Their gradient scale is not used: `aclnnFusedSgd` would overwrite
+//! the gradients with the scaled ones.
 //!
 //! # Accuracy and limits
 //!
-//! The formulas of the CPU's rules in f32, operator by operator, but not the same bits: CANN's kernels round and
-//! add in their own order. Norms are summed in f32, as on torch_npu, and not in f64 as on the CPU: above 1.8e19 they are
-//! infinite, and clipping by them makes the gradients 0. A failure of CANN in the middle of a step leaves weights and
-//! state half updated: load a checkpoint then. **This has not been run on Ascend hardware**: the tests
-//! use a simulator that enforces the rules of CANN's documents, which tests the calls, not the results of
-//! real kernels.
+//! The formulas of the CPU's rules in f32, operator by operator, but not the same bits: CANN's
+//! kernels round and add in their own order. Norms are summed in f32, as on torch_npu, and not in
+//! f64 as on the CPU: above 1.8e19 they are infinite, and clipping by them makes the gradients 0. A
+//! failure of CANN in the middle of a step leaves weights and state half updated: load a checkpoint
+//! then. **This has not been run on Ascend hardware**: the tests use a simulator that enforces the
+//! rules of CANN's documents, which tests the calls, not the results of real kernels.
 //!
 //! ```no_run
 //! use fused_optim::npu::{NpuOptimizer, NpuParam, Operators};

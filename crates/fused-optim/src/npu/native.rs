@@ -9,7 +9,8 @@ use crate::Result;
 
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: NpuHyper> NpuOptimizer<H> {
-    /// Takes a span's step with a fused kernel; returns `false` and does nothing if no kernel supports it.
+    /// Takes a span's step with a fused kernel; returns `false` and does nothing if no kernel
+    /// supports it.
     pub(super) fn step_native(&self, span: &Span, grad: &View) -> Result<bool> {
         if !self.kernels || !self.on.soc().is_second_generation() {
             return Ok(false);

@@ -1,7 +1,7 @@
 //! The nine rules as sequences of f32 operators, as in torch_npu's optimizers of the same names.
 //!
-//! Factors are computed in f64 and rounded once. [`NpuHyper::sequence`] depends on the step, as torch_npu initializes
-//! momentum in the first step.
+//! Factors are computed in f64 and rounded once. [`NpuHyper::sequence`] depends on the step, as
+//! torch_npu initializes momentum in the first step.
 
 use npu_sys::safe::{AdamWNumbers, SgdNumbers};
 
@@ -19,8 +19,8 @@ use crate::rules::{
 
 /// A rule as a sequence of operators.
 pub(crate) trait NpuHyper: Hyper {
-    /// Appends the operators of a tensor's `step`-th step, from 1. For rules that need sums over whole tensors, these
-    /// end with the direction.
+    /// Appends the operators of a tensor's `step`-th step, from 1. For rules that need sums over
+    /// whole tensors, these end with the direction.
     fn sequence(&self, step: u64, ops: &mut Vec<Op>);
 
     /// The step for a fused kernel of CANN, if one supports the rule and its hyper-parameters.
@@ -28,8 +28,8 @@ pub(crate) trait NpuHyper: Hyper {
         None
     }
 
-    /// Products that are summed over a tensor, or its rows, after [`sequence`](Self::sequence); none for element-wise
-    /// rules. A rule by rows does not sum tensors without rows.
+    /// Products that are summed over a tensor, or its rows, after [`sequence`](Self::sequence);
+    /// none for element-wise rules. A rule by rows does not sum tensors without rows.
     fn products(&self) -> &'static [[Reg; 2]] {
         &[]
     }
@@ -83,8 +83,8 @@ fn average_square(x: Reg, y: Reg, beta: f64) -> [Op; 2] {
     [Muls(x, x, beta), Addcmul(x, x, [y, y], 1.0 - beta)]
 }
 
-/// Error of `1 − β` in a kernel that takes `β` in f32, unless it is within eight roundings of f32. For 0.999 the
-/// relative error is 1.3e-5.
+/// Error of `1 − β` in a kernel that takes `β` in f32, unless it is within eight roundings of f32.
+/// For 0.999 the relative error is 1.3e-5.
 fn one_minus_beta_error(beta: f64) -> Option<f64> {
     let error = f64::from(beta as f32) - beta;
     (error.abs() > (1.0 - beta) * 2.0_f64.powi(-21)).then_some(error)
@@ -140,8 +140,8 @@ impl NpuHyper for SgdHyper {
     }
 
     fn native(&self, step: u64) -> Option<Native> {
-        // A step of a single operator is not faster fused. The kernel treats smaller momentum as 0, and
-        // rejects negative dampening.
+        // A step of a single operator is not faster fused. The kernel treats smaller momentum as 0,
+        // and rejects negative dampening.
         let is_faster = self.momentum > 0.0 || self.weight_decay > 0.0;
         let is_supported = (self.momentum == 0.0 || self.momentum >= 1e-5) && self.dampening >= 0.0;
         let numbers = SgdNumbers {
@@ -202,7 +202,8 @@ impl NpuHyper for AdadeltaHyper {
     }
 }
 
-/// `b ← μ·b + before·g/D` and `P ← P − after·b`; for a rule without momentum `P ← P − before·after·g/D`.
+/// `b ← μ·b + before·g/D` and `P ← P − after·b`; for a rule without momentum
+/// `P ← P − before·after·g/D`.
 fn update_by_quotient(
     ops: &mut Vec<Op>,
     slots: &[&str],
@@ -218,7 +219,8 @@ fn update_by_quotient(
     }
 }
 
-/// `D ← max(s − a², 0)`: with a constant gradient rounding can make it negative, and its square root NaN.
+/// `D ← max(s − a², 0)`: with a constant gradient rounding can make it negative, and its square
+/// root NaN.
 fn variance(s: Reg, a: Reg) -> [Op; 2] {
     [Addcmul(D, s, [a, a], -1.0), Max(D, [D, Zero])]
 }

@@ -13,7 +13,8 @@ hyper! {
         pub lr: f64 = 1e-2,
         /// The second moments' decay rate is `1 − t^beta2_decay`, -0.8; at most 0.
         pub beta2_decay: f64 = -0.8,
-        /// `(ε1, ε2)`, (2⁻²³, 1e-3): smallest root of a second moment, smallest scale of a parameter.
+        /// `(ε1, ε2)`, (2⁻²³, 1e-3): smallest root of a second moment, smallest scale of a
+        /// parameter.
         pub eps: (f64, f64) = (f32::EPSILON as f64, 1e-3),
         /// Largest root mean square of an update, 1; at least 1.
         pub d: f64 = 1.0,
@@ -24,10 +25,11 @@ hyper! {
     }
 }
 
-/// Adafactor over many tensors; set the [shape](crate::ParamMut::with_shape) of those with two dimensions or more.
-/// On the CPU only.
+/// Adafactor over many tensors; set the [shape](crate::ParamMut::with_shape) of those with two
+/// dimensions or more. On the CPU only.
 ///
-/// With `g` the gradient times `grad_scale` (negated if `maximize`), `t` the tensor's step, RMS the root mean square:
+/// With `g` the gradient times `grad_scale` (negated if `maximize`), `t` the tensor's step, RMS the
+/// root mean square:
 ///
 /// ```text
 /// α = max(ε2, RMS(p)) · min(lr, 1/√t)
@@ -42,13 +44,15 @@ hyper! {
 /// p ← p·(1 − lr·λ) − α / max(1, RMS(u)/d) · u
 /// ```
 ///
-/// Elements and state in f32; means in f64, in an order fixed by the tensor's shape. Each tensor is computed by one
-/// thread, so threads help only with several tensors; they change no bit. A thread holds a copy of its largest tensor.
+/// Elements and state in f32; means in f64, in an order fixed by the tensor's shape. Each tensor is
+/// computed by one thread, so threads help only with several tensors; they change no bit. A thread
+/// holds a copy of its largest tensor.
 ///
-/// Follows: Shazeer & Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018), and
-/// `torch.optim.Adafactor` of PyTorch 2.15. Differs: a tensor of more than two dimensions is a matrix of the first
-/// dimension by all others, while PyTorch factors the last two dimensions only; second moments of finite gradients are
-/// at most the largest f32, where PyTorch's become infinite and then NaN.
+/// Follows: Shazeer & Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"
+/// (2018), and `torch.optim.Adafactor` of PyTorch 2.15. Differs: a tensor of more than two
+/// dimensions is a matrix of the first dimension by all others, while PyTorch factors the last two
+/// dimensions only; second moments of finite gradients are at most the largest f32, where PyTorch's
+/// become infinite and then NaN.
 pub type Adafactor = CpuOptimizer<AdafactorHyper>;
 
 impl Hyper for AdafactorHyper {
@@ -117,7 +121,8 @@ impl Hyper for AdafactorHyper {
         }
         let (count, eps) = (u.len() as f64, rule.eps.0);
         let lerp = |old: &mut f32, new: f64| {
-            // The square of a finite gradient may exceed f32, and an infinity becomes NaN in the next step.
+            // The square of a finite gradient may exceed f32, and an infinity becomes NaN in the
+            // next step.
             let new = if new.is_finite() { new.min(f32::MAX.into()) } else { new };
             *old += (new as f32 - *old) * rule.share;
         };

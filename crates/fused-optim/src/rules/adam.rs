@@ -43,17 +43,19 @@ hyper! {
 /// [`AdamW`](crate::AdamW) differs only in the weight decay.
 pub type Adam = CpuOptimizer<AdamHyper>;
 
-/// Implements `Adam` or `AdamW`; `decoupled` is whether weight decay is decoupled from the gradient.
+/// Implements `Adam` or `AdamW`; `decoupled` is whether weight decay is decoupled from the
+/// gradient.
 macro_rules! adam {
     ($name:ident, $hyper:ident, $kind:literal, decoupled: $decoupled:literal) => {
         impl $name {
-            /// Stores state in eight bits per value instead of 32: 2 bytes per parameter, and one per 256 values,
-            /// instead of 8. Call this before the first step or load; loading f32 state quantizes it.
+            /// Stores state in eight bits per value instead of 32: 2 bytes per parameter, and one
+            /// per 256 values, instead of 8. Call this before the first step or load; loading f32
+            /// state quantizes it.
             ///
-            /// The relative error of a stored first moment is below 1/8, of a second one below 1/16; rounding is
-            /// stochastic and unbiased. This does not hold for values below 2⁻¹⁴ of the largest of their group of
-            /// 256; such second moments are raised to about that, so that no step grows. State dicts
-            /// hold f32 and restore the same bits.
+            /// The relative error of a stored first moment is below 1/8, of a second one below
+            /// 1/16; rounding is stochastic and unbiased. This does not hold for values below 2⁻¹⁴
+            /// of the largest of their group of 256; such second moments are raised to about that,
+            /// so that no step grows. State dicts hold f32 and restore the same bits.
             #[must_use]
             pub fn with_8bit_state(mut self) -> Self {
                 self.core.eight_bits = true;
@@ -102,8 +104,8 @@ pub(super) use adam;
 
 adam!(Adam, AdamHyper, "adam", decoupled: false);
 
-/// The numbers of one step. `decay` is 1 for Adam and `weight_decay` 0 for AdamW, which change no bit of a
-/// finite number.
+/// The numbers of one step. `decay` is 1 for Adam and `weight_decay` 0 for AdamW, which change no
+/// bit of a finite number.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AdamRule {
     /// AdamW's `1 − lr·λ`.

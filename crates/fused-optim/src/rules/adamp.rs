@@ -1,4 +1,5 @@
-//! AdamP: Adam without the component of the update that only grows the norm of scale-invariant weights.
+//! AdamP: Adam without the component of the update that only grows the norm of scale-invariant
+//! weights.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,10 +17,11 @@ hyper! {
         pub betas: (f64, f64) = (0.9, 0.999),
         /// `ε`, added to denominators and norms, 1e-8.
         pub eps: f64 = 1e-8,
-        /// Weight decay `λ`, 0; multiplied by `lr`, and by `wd_ratio` where the update is projected.
+        /// Weight decay `λ`, 0; multiplied by `lr`, and by `wd_ratio` where the update is
+        /// projected.
         pub weight_decay: f64 = 0.0,
-        /// `δ`, 0.1: weights are treated as scale-invariant if the cosine of weight and gradient is below `δ` divided
-        /// by the square root of the dimension.
+        /// `δ`, 0.1: weights are treated as scale-invariant if the cosine of weight and gradient is
+        /// below `δ` divided by the square root of the dimension.
         pub delta: f64 = 0.1,
         /// Factor of the weight decay of scale-invariant weights, 0.1.
         pub wd_ratio: f64 = 0.1,
@@ -44,7 +46,8 @@ pub enum CosineEps {
     Max,
 }
 
-/// AdamP over many tensors; set the [shape](crate::ParamMut::with_shape) of those with two dimensions or more.
+/// AdamP over many tensors; set the [shape](crate::ParamMut::with_shape) of those with two
+/// dimensions or more.
 ///
 /// With `g` the gradient times `grad_scale` (negated if `maximize`) and `t` the tensor's step:
 ///
@@ -60,10 +63,10 @@ pub enum CosineEps {
 /// p ← p·(1 − lr·λ·ρ) − lr/(1−β1ᵗ)·u
 /// ```
 ///
-/// Elements in f32; sums in f64, in an order that depends on the tensor's shape only. Two
-/// sweeps, 24 and 16 bytes per f32 parameter (20 with nesterov). The second runs backwards, reads from a cache if
-/// the tensor fits one, and reuses the last 2^22 directions of the first, which take 16 MiB per thread, instead
-/// of computing them again.
+/// Elements in f32; sums in f64, in an order that depends on the tensor's shape only. Two sweeps,
+/// 24 and 16 bytes per f32 parameter (20 with nesterov). The second runs backwards, reads from a
+/// cache if the tensor fits one, and reuses the last 2^22 directions of the first, which take 16
+/// MiB per thread, instead of computing them again.
 ///
 /// Follows: torch_npu 2.x, `optim/npu_fused_adamp.py`, and the authors' code. Differs: values are
 /// validated, steps counted per tensor; [`CosineEps::Max`] gives timm's cosine.

@@ -37,8 +37,8 @@ hyper! {
     }
 }
 
-/// Learning rate schedule: a factor as a function of `x = (t−1) / t_total`. While `x` is below `warmup` the factor
-/// is `x/warmup`, so that of the first step is 0.
+/// Learning rate schedule: a factor as a function of `x = (t−1) / t_total`. While `x` is below
+/// `warmup` the factor is `x/warmup`, so that of the first step is 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Schedule {
@@ -61,7 +61,8 @@ pub enum Schedule {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ClipScope {
-    /// All tensors of the group that have a gradient, of all types together (torch_npu clips each type separately).
+    /// All tensors of the group that have a gradient, of all types together (torch_npu clips each
+    /// type separately).
     #[default]
     Group,
     /// Each tensor separately, as in the original.
@@ -83,9 +84,10 @@ pub enum ClipScope {
 /// All in f32; the factors are computed in f64 and rounded once. Reads the gradients once for
 /// the norm, then moves 28 bytes per f32 parameter.
 ///
-/// Follows: torch_npu 2.x, `optim/npu_fused_bert_adam.py`, and the original of `pytorch-pretrained-bert`
-/// ([`ClipScope::Tensor`]). Differs from torch_npu, where step counts are 0 in saved state,
-/// the cosine schedule fails with a `TypeError` and the polynomial one is complex past its end.
+/// Follows: torch_npu 2.x, `optim/npu_fused_bert_adam.py`, and the original of
+/// `pytorch-pretrained-bert` ([`ClipScope::Tensor`]). Differs from torch_npu, where step counts are
+/// 0 in saved state, the cosine schedule fails with a `TypeError` and the polynomial one is complex
+/// past its end.
 pub type BertAdam = CpuOptimizer<BertAdamHyper>;
 
 impl Hyper for BertAdamHyper {

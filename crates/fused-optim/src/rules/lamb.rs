@@ -12,14 +12,15 @@ hyper! {
         pub lr: f64 = 1e-3,
         /// Decay rates `(β1, β2)` of the two moments, (0.9, 0.999); below 1.
         pub betas: (f64, f64) = (0.9, 0.999),
-        /// `ε`, added to the denominator, 1e-6 (torch_npu's documentation says 1e-8, its code this).
+        /// `ε`, added to the denominator, 1e-6 (torch_npu's documentation says 1e-8, its code
+        /// this).
         pub eps: f64 = 1e-6,
         /// Weight decay `λ`, 0; added to the direction as `λ·p`.
         pub weight_decay: f64 = 0.0,
         /// Do not scale by the ratio of norms.
         pub adam: bool = false,
-        /// Divide all gradients by the norm over all of them, if that is above 1. If one group sets it, it applies to
-        /// all groups.
+        /// Divide all gradients by the norm over all of them, if that is above 1. If one group sets
+        /// it, it applies to all groups.
         pub use_global_grad_norm: bool = false,
         /// Maximize instead of minimize.
         pub maximize: bool = false,
@@ -40,9 +41,9 @@ hyper! {
 /// ```
 ///
 /// Elements in f32; the norms are summed in f64, in an order that depends on the tensor's length
-/// only. Two sweeps, 24 and 16 bytes per f32 parameter. The second runs backwards, reads from a cache if the
-/// tensor fits one, and reuses the last 2^22 directions of the first, which take 16 MiB per thread, instead
-/// of computing them again.
+/// only. Two sweeps, 24 and 16 bytes per f32 parameter. The second runs backwards, reads from a
+/// cache if the tensor fits one, and reuses the last 2^22 directions of the first, which take 16
+/// MiB per thread, instead of computing them again.
 ///
 /// Follows: torch_npu 2.x, `optim/npu_fused_lamb.py`, whose `use_global_grad_norm` fails with an
 /// `AttributeError`; here it works. apex's FusedLAMB differs: bias correction, decay

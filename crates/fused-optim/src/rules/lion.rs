@@ -29,11 +29,11 @@ hyper! {
 /// m ← β2·m + (1−β2)·g            exp_avg
 /// ```
 ///
-/// All in f32; the factors are computed in f64 and rounded once. A NaN stays NaN. Moves 20 bytes per f32
-/// parameter.
+/// All in f32; the factors are computed in f64 and rounded once. A NaN stays NaN. Moves 20 bytes
+/// per f32 parameter.
 ///
-/// Follows: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2; the decay comes
-/// before the update, as in the authors' PyTorch code and timm's `Lion`.
+/// Follows: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2; the
+/// decay comes before the update, as in the authors' PyTorch code and timm's `Lion`.
 pub type Lion = CpuOptimizer<LionHyper>;
 
 impl ElementwiseRule for LionHyper {

@@ -1,4 +1,5 @@
-//! The update rules, one file for each: formula, source, hyper-parameters, and the arithmetic of one element.
+//! The update rules, one file for each: formula, source, hyper-parameters, and the arithmetic of
+//! one element.
 
 mod adadelta;
 mod adafactor;

@@ -51,11 +51,11 @@ pub enum AdjustLr {
     SpectralUnclamped,
 }
 
-/// Muon over many tensors, with their [shapes](crate::ParamMut::with_shape) set. On the CPU only, with the
-/// feature `muon`.
+/// Muon over many tensors, with their [shapes](crate::ParamMut::with_shape) set. On the CPU only,
+/// with the feature `muon`.
 ///
-/// A tensor of two dimensions or more is a matrix: its first dimension by all others. With `g` the gradient times
-/// `grad_scale` (negated if `maximize`):
+/// A tensor of two dimensions or more is a matrix: its first dimension by all others. With `g` the
+/// gradient times `grad_scale` (negated if `maximize`):
 ///
 /// ```text
 /// m ← μ·m + (1−μ)·g              momentum_buffer
@@ -65,17 +65,20 @@ pub enum AdjustLr {
 /// p ← p·(1 − lr·λ) − lr·adjust·X
 /// ```
 ///
-/// Tensors of fewer dimensions, and all of a group without `use_muon`, are updated as by [`AdamW`](crate::AdamW)
-/// with `lr`, `λ`, `betas` and `adamw_eps`: `exp_avg`, `exp_avg_sq`. Use this for embeddings and the last layer.
-/// To use one learning rate for both, set [`AdjustLr::MatchRmsAdamW`]; otherwise use separate groups.
+/// Tensors of fewer dimensions, and all of a group without `use_muon`, are updated as by
+/// [`AdamW`](crate::AdamW) with `lr`, `λ`, `betas` and `adamw_eps`: `exp_avg`, `exp_avg_sq`. Use
+/// this for embeddings and the last layer. To use one learning rate for both, set
+/// [`AdjustLr::MatchRmsAdamW`]; otherwise use separate groups.
 ///
-/// All in f32. Each matrix is computed by one thread, so threads help only with several matrices; they change no bit.
-/// The products are the `gemm` crate's, whose bits may differ between processors. A thread holds a copy of its
-/// largest matrix, and during the step of an `r` by `c` matrix another copy and `2·min(r, c)²` values.
+/// All in f32. Each matrix is computed by one thread, so threads help only with several matrices;
+/// they change no bit. The products are the `gemm` crate's, whose bits may differ between
+/// processors. A thread holds a copy of its largest matrix, and during the step of an `r` by `c`
+/// matrix another copy and `2·min(r, c)²` values.
 ///
-/// Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), the authors'
-/// `MuonWithAuxAdam`, and `torch.optim.Muon` of PyTorch 2.15. Differs: the iteration is in f32, theirs in bf16;
-/// tensors of more than two dimensions, which PyTorch rejects, are matrices, as the authors treat convolutions.
+/// Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), the
+/// authors' `MuonWithAuxAdam`, and `torch.optim.Muon` of PyTorch 2.15. Differs: the iteration is in
+/// f32, theirs in bf16; tensors of more than two dimensions, which PyTorch rejects, are matrices,
+/// as the authors treat convolutions.
 pub type Muon = CpuOptimizer<MuonHyper>;
 
 impl Hyper for MuonHyper {

@@ -108,7 +108,8 @@ pub(super) fn variance(s: f32, a: f32) -> f32 {
     if variance < 0.0 { 0.0 } else { variance }
 }
 
-/// An element's state; `None` for slots that a form of the rule does not have, a constant for the compiler.
+/// An element's state; `None` for slots that a form of the rule does not have, a constant for the
+/// compiler.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RmsState {
     pub(super) square: f32,

@@ -10,7 +10,8 @@ hyper! {
     RmsPropTfHyper {
         /// Learning rate `lr`, 1e-2.
         pub lr: f64 = 1e-2,
-        /// Decay rate `α` of the averages, 0.9 (torch_npu's documentation says 0.99, its code this).
+        /// Decay rate `α` of the averages, 0.9 (torch_npu's documentation says 0.99, its code
+        /// this).
         pub alpha: f64 = 0.9,
         /// `ε`, under the root, 1e-10.
         pub eps: f64 = 1e-10,

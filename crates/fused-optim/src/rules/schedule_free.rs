@@ -10,8 +10,8 @@ hyper! {
     ScheduleFreeAdamWHyper {
         /// Learning rate `lr`, 2.5e-3.
         pub lr: f64 = 2.5e-3,
-        /// `β1`, the weight of the average in `y`, above 0, and the decay rate `β2` of the second moment,
-        /// (0.9, 0.999); below 1.
+        /// `β1`, the weight of the average in `y`, above 0, and the decay rate `β2` of the second
+        /// moment, (0.9, 0.999); below 1.
         pub betas: (f64, f64) = (0.9, 0.999),
         /// `ε`, added to the denominator, 1e-8.
         pub eps: f64 = 1e-8,
@@ -27,8 +27,8 @@ hyper! {
 /// Schedule-free AdamW over many tensors. On the CPU only.
 ///
 /// The weights are `y`, where gradients are computed. Evaluate and publish the average `x`, which
-/// [`eval_weights`](Self::eval_weights) computes. With `g` the gradient at `y` times `grad_scale` (negated if
-/// `maximize`), `t` the tensor's step and `z` initially `y`:
+/// [`eval_weights`](Self::eval_weights) computes. With `g` the gradient at `y` times `grad_scale`
+/// (negated if `maximize`), `t` the tensor's step and `z` initially `y`:
 ///
 /// ```text
 /// s = min(t / warmup_steps, 1),  γ = lr·s,  c = s² / (sum of s² up to t)
@@ -38,17 +38,20 @@ hyper! {
 /// z ← z − γ·u                                z
 /// ```
 ///
-/// All in f32; the factors are computed in f64 and rounded once. Moves 28 bytes per f32 parameter. After loading
-/// weights without the state `z`, create a new optimizer: the old `z` would pull the weights back.
+/// All in f32; the factors are computed in f64 and rounded once. Moves 28 bytes per f32 parameter.
+/// After loading weights without the state `z`, create a new optimizer: the old `z` would pull the
+/// weights back.
 ///
-/// Follows: Defazio et al., "The Road Less Scheduled" (2024), algorithm 1, with the weights and `z` as state as in
-/// the authors' code. Differs: steps are counted per tensor, and `c` depends on the warmup alone, not on a learning
-/// rate that was set between steps; the authors' exponents are 2 for the learning rate and 0 for `t`, as here.
+/// Follows: Defazio et al., "The Road Less Scheduled" (2024), algorithm 1, with the weights and `z`
+/// as state as in the authors' code. Differs: steps are counted per tensor, and `c` depends on the
+/// warmup alone, not on a learning rate that was set between steps; the authors' exponents are 2
+/// for the learning rate and 0 for `t`, as here.
 pub type ScheduleFreeAdamW = CpuOptimizer<ScheduleFreeAdamWHyper>;
 
 impl ScheduleFreeAdamW {
-    /// Writes the average `x = (y − (1−β1)·z) / β1` of tensor `index`, whose weight is `y`, for evaluation. Before the
-    /// tensor's first step this is the weight itself. For a 16-bit weight with a master, `y` is the master.
+    /// Writes the average `x = (y − (1−β1)·z) / β1` of tensor `index`, whose weight is `y`, for
+    /// evaluation. Before the tensor's first step this is the weight itself. For a 16-bit weight
+    /// with a master, `y` is the master.
     ///
     /// # Errors
     ///

@@ -11,7 +11,8 @@ hyper! {
         pub lr: f64 = 1e-3,
         /// Momentum `μ`, 0; without it there is no state.
         pub momentum: f64 = 0.0,
-        /// Dampening `τ`, 0: the momentum adds the gradient times `1 − τ`, except in the first step.
+        /// Dampening `τ`, 0: the momentum adds the gradient times `1 − τ`, except in the first
+        /// step.
         pub dampening: f64 = 0.0,
         /// Weight decay `λ`, 0; added to the gradient as `λ·p`.
         pub weight_decay: f64 = 0.0,
@@ -36,8 +37,9 @@ hyper! {
 /// All in f32; the factors are computed in f64 and rounded once. Moves 20 bytes per f32
 /// parameter with momentum, 12 without.
 ///
-/// Follows: `torch.optim.SGD` and torch_npu 2.x, `optim/npu_fused_sgd.py`. Differs from torch_npu, which never updates
-/// a tensor whose gradient first appears after step 1; here it takes its first step then.
+/// Follows: `torch.optim.SGD` and torch_npu 2.x, `optim/npu_fused_sgd.py`. Differs from torch_npu,
+/// which never updates a tensor whose gradient first appears after step 1; here it takes its first
+/// step then.
 pub type Sgd = CpuOptimizer<SgdHyper>;
 
 impl Hyper for SgdHyper {
@@ -62,7 +64,8 @@ impl Hyper for SgdHyper {
     }
 
     fn rule(&self, step: u64, _: usize) -> SgdRule {
-        // The buffer starts at zero, so the first step's `b ← g` is the general rule without dampening.
+        // The buffer starts at zero, so the first step's `b ← g` is the general rule without
+        // dampening.
         let damp = if step == 1 { 1.0 } else { 1.0 - self.dampening };
         SgdRule {
             weight_decay: self.weight_decay as f32,

@@ -40,7 +40,8 @@ fn no_grads() -> GradStore {
     Var::zeros(1, Type::F32, &CPU).unwrap().sum_all().unwrap().backward().unwrap()
 }
 
-/// Steps variables and slices with equal optimizers and compares bits. The vector has no gradient in one step.
+/// Steps variables and slices with equal optimizers and compares bits. The vector has no gradient
+/// in one step.
 fn assert_same_bits<O: Optimizer + Clone>(
     optimizer: O,
     (dtype, own): (Type, DType),

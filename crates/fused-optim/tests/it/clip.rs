@@ -1,4 +1,5 @@
-//! Clipping compared with values recorded from real PyTorch, and in a step compared with the clipping functions.
+//! Clipping compared with values recorded from real PyTorch, and in a step compared with the
+//! clipping functions.
 
 use std::env;
 use std::fs;
@@ -154,7 +155,8 @@ fn total_norm_clips_sharded_gradients_as_the_whole() {
         }
         assert_eq!(parts, weights);
     }
-    // A norm that is not finite skips the step on all ranks, also on those whose gradients are finite.
+    // A norm that is not finite skips the step on all ranks, also on those whose gradients are
+    // finite.
     let before = parts.clone();
     for norm in [f64::INFINITY, f64::NAN] {
         let part = ParamMut::new(&mut parts[0][..], Some(Slice::F32(&grads[0])));

@@ -1,5 +1,5 @@
-//! A user-defined rule: it equals a plain loop bit for bit. `props.rs` tests it together with the crate's rules:
-//! splitting, threads, masters, skipping, saving.
+//! A user-defined rule: it equals a plain loop bit for bit. `props.rs` tests it together with the
+//! crate's rules: splitting, threads, masters, skipping, saving.
 
 use fused_optim::{
     Clip, CpuOptimizer, ElementwiseRule, Error, FoundInf, HyperParam, Optimizer, ParamGroup,

@@ -478,8 +478,8 @@ fn a_failed_step_changes_no_byte() {
     }
 }
 
-/// State of matrices has other lengths than the weight. State of another shape is an error in a step, and in a load
-/// if the shape is known.
+/// State of matrices has other lengths than the weight. State of another shape is an error in a
+/// step, and in a load if the shape is known.
 #[test]
 fn state_of_another_shape_is_an_error() {
     let make = || -> [(Box<dyn Optimizer>, &[&str]); 2] {

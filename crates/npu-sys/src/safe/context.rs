@@ -10,8 +10,8 @@ use crate::status::REPEAT_INITIALIZE;
 use crate::sys::{Acl, AclrtContext};
 use crate::{Error, Result, result};
 
-/// A context on a device. Clones share it; it is destroyed with the last clone and the last handle that was
-/// created in it.
+/// A context on a device. Clones share it; it is destroyed with the last clone and the last handle
+/// that was created in it.
 #[derive(Clone, Debug)]
 pub struct Context(Arc<Inner>);
 
@@ -31,8 +31,8 @@ impl Context {
     /// Creates a context on a device; `device` is an index into the devices that
     /// `ASCEND_RT_VISIBLE_DEVICES` allows.
     ///
-    /// Initializes AscendCL if necessary. Restores the thread's current context; if there was none, the new
-    /// context stays current, since AscendCL cannot reset it to none.
+    /// Initializes AscendCL if necessary. Restores the thread's current context; if there was none,
+    /// the new context stays current, since AscendCL cannot reset it to none.
     ///
     /// # Errors
     ///
@@ -54,11 +54,11 @@ impl Context {
         Ok(made)
     }
 
-    /// Returns the thread's current context if it is of this device, else the device's default context, which
-    /// `aclrtSetDevice` creates. Shares a context of [`new`](Self::new) with its other handles; any other is not
-    /// destroyed by this crate, and code that calls `aclrtDestroyContext` or `aclrtResetDevice` itself must first drop
-    /// the handles. Restores the thread's current context as [`new`](Self::new) does. AscendCL must have been
-    /// initialized.
+    /// Returns the thread's current context if it is of this device, else the device's default
+    /// context, which `aclrtSetDevice` creates. Shares a context of [`new`](Self::new) with its
+    /// other handles; any other is not destroyed by this crate, and code that calls
+    /// `aclrtDestroyContext` or `aclrtResetDevice` itself must first drop the handles. Restores the
+    /// thread's current context as [`new`](Self::new) does. AscendCL must have been initialized.
     ///
     /// # Errors
     ///
@@ -75,8 +75,8 @@ impl Context {
             unsafe { acl.aclrtGetDevice(&raw mut on) }?;
         }
         if on != index {
-            // SAFETY: acl_rt.h, `aclrtSetDevice`: makes the default context current; a device that does not exist
-            // is an error code.
+            // SAFETY: acl_rt.h, `aclrtSetDevice`: makes the default context current; a device that
+            // does not exist is an error code.
             unsafe { acl.aclrtSetDevice(index) }?;
             raw = current(acl);
             drop(Entered { acl, previous, entered: raw, thread: PhantomData, pinned: PhantomData });
@@ -146,8 +146,8 @@ impl Drop for Inner {
         }
         let mut contexts = contexts();
         contexts.retain(|(made, _)| *made != self.raw);
-        // SAFETY: acl_rt.h, `aclrtDestroyContext`: the context exists; every handle in it had a clone, so
-        // none is left.
+        // SAFETY: acl_rt.h, `aclrtDestroyContext`: the context exists; every handle in it had a
+        // clone, so none is left.
         dropped(unsafe { self.acl.aclrtDestroyContext(self.raw) });
     }
 }
@@ -186,8 +186,8 @@ pub struct Entered<'a> {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         if self.previous != AclrtContext::NULL && self.previous != self.entered {
-            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this context was current before; if it has been
-            // destroyed since, the call returns an error code.
+            // SAFETY: acl_rt.h, `aclrtSetCurrentContext`: this context was current before; if it
+            // has been destroyed since, the call returns an error code.
             dropped(unsafe { self.acl.aclrtSetCurrentContext(self.previous) });
         }
     }

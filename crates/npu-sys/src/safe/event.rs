@@ -27,8 +27,8 @@ impl Event {
     pub fn new(context: &Context) -> Result<Self> {
         let _entered = context.enter()?;
         let mut raw = AclrtEvent::NULL;
-        // SAFETY: acl_rt.h, `aclrtCreateEventExWithFlag`: writes one handle, to a local. The flag lets
-        // streams wait for the event.
+        // SAFETY: acl_rt.h, `aclrtCreateEventExWithFlag`: writes one handle, to a local. The flag
+        // lets streams wait for the event.
         unsafe { context.acl().aclrtCreateEventExWithFlag(&raw mut raw, ACL_EVENT_SYNC) }?;
         Ok(Self(Arc::new(Inner { context: context.clone(), raw })))
     }
@@ -60,7 +60,8 @@ impl Event {
             return argument("a stream cannot wait for an event of another device");
         }
         stream.enqueue(Box::new(self.clone()), |acl, raw| {
-            // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: both exist, the stream's context is current.
+            // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: both exist, the stream's context is
+            // current.
             unsafe { acl.aclrtStreamWaitEvent(raw, self.0.raw) }
         })
     }
@@ -82,7 +83,8 @@ impl Event {
 impl Drop for Inner {
     fn drop(&mut self) {
         let Ok(_entered) = self.context.enter() else { return };
-        // SAFETY: acl_rt.h, `aclrtDestroyEvent`: destroys the event once; streams that use it have a clone.
+        // SAFETY: acl_rt.h, `aclrtDestroyEvent`: destroys the event once; streams that use it have
+        // a clone.
         dropped(unsafe { self.context.acl().aclrtDestroyEvent(self.raw) });
     }
 }

@@ -11,7 +11,8 @@ use super::{Context, argument, dropped};
 use crate::Result;
 use crate::sys::AclrtMemMallocPolicy;
 
-/// Device memory. Clones share it; it is freed with the last clone, including those of streams that use it.
+/// Device memory. Clones share it; it is freed with the last clone, including those of streams that
+/// use it.
 #[derive(Clone, Debug)]
 pub struct Buffer(Arc<Memory>);
 
@@ -22,15 +23,15 @@ struct Memory {
     bytes: usize,
 }
 
-// SAFETY: Rust never dereferences the device address; AscendCL may be called with it from any thread on
-// which the context is current, which every call here ensures.
+// SAFETY: Rust never dereferences the device address; AscendCL may be called with it from any
+// thread on which the context is current, which every call here ensures.
 unsafe impl Send for Memory {}
 // SAFETY: as above; it is immutable.
 unsafe impl Sync for Memory {}
 
 impl Buffer {
-    /// Allocates uninitialized memory at a multiple of 64 bytes, followed by at least 32 bytes of padding,
-    /// since CANN's kernels may read up to a multiple of 32.
+    /// Allocates uninitialized memory at a multiple of 64 bytes, followed by at least 32 bytes of
+    /// padding, since CANN's kernels may read up to a multiple of 32.
     ///
     /// # Errors
     ///
@@ -85,8 +86,8 @@ impl Buffer {
 impl Drop for Memory {
     fn drop(&mut self) {
         let Ok(_entered) = self.context.enter() else { return };
-        // SAFETY: acl_rt.h, `aclrtFree`: frees memory of `aclrtMalloc` once; streams that use it have a
-        // clone, so none does.
+        // SAFETY: acl_rt.h, `aclrtFree`: frees memory of `aclrtMalloc` once; streams that use it
+        // have a clone, so none does.
         dropped(unsafe { self.context.acl().aclrtFree(self.address.as_ptr()) });
     }
 }
@@ -109,7 +110,8 @@ impl Pinned {
     pub(super) fn new(context: &Context, bytes: usize) -> Result<Self> {
         let _entered = context.enter()?;
         let mut address = ptr::null_mut();
-        // SAFETY: acl_rt.h, `aclrtMallocHost`: writes one address, to a local; a context is current.
+        // SAFETY: acl_rt.h, `aclrtMallocHost`: writes one address, to a local; a context is
+        // current.
         unsafe { context.acl().aclrtMallocHost(&raw mut address, bytes) }?;
         let function = "aclrtMallocHost";
         let address = NonNull::new(address).ok_or(crate::Error::Null { function })?;

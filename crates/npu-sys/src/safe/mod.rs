@@ -1,12 +1,12 @@
 //! Safe handles for CANN: contexts, memory, streams, events, operators.
 //!
-//! AscendCL has a current context per thread, and handles must be used in their own context. Every handle
-//! here makes its context current during a call, also when it is dropped, and restores the previous one, so
-//! it may be used from any thread.
+//! AscendCL has a current context per thread, and handles must be used in their own context. Every
+//! handle here makes its context current during a call, also when it is dropped, and restores the
+//! previous one, so it may be used from any thread.
 //!
-//! Work on a stream is asynchronous. The stream keeps the memory that the work uses alive until it has been
-//! synchronized. Device memory is accessed only by copies, never by Rust references, so a race between two
-//! streams can give wrong numbers, but no undefined behavior in Rust.
+//! Work on a stream is asynchronous. The stream keeps the memory that the work uses alive until it
+//! has been synchronized. Device memory is accessed only by copies, never by Rust references, so a
+//! race between two streams can give wrong numbers, but no undefined behavior in Rust.
 
 mod context;
 mod event;

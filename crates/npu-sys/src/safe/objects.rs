@@ -23,8 +23,8 @@ macro_rules! object {
 
         impl Drop for $name<'_> {
             fn drop(&mut self) {
-                // SAFETY: created by this type and destroyed once, after its operator was enqueued or
-                // failed.
+                // SAFETY: created by this type and destroyed once, after its operator was enqueued
+                // or failed.
                 dropped(unsafe { self.nnop.$destroy(self.raw) });
             }
         }
@@ -51,20 +51,21 @@ impl<'a> Tensor<'a> {
         let dims: Vec<i64> = view.dims.iter().map(|dim| *dim as i64).collect();
         let address = view.buffer.address().wrapping_byte_add(view.offset);
         let (rank, at, nd) = (dims.len() as u64, dims.as_ptr(), AclFormat::ND);
-        // SAFETY: acl_meta.h, `aclCreateTensor`: reads `rank` dimensions before it returns; null strides
-        // mean a contiguous tensor; the address is aligned, as `View::new` checks.
+        // SAFETY: acl_meta.h, `aclCreateTensor`: reads `rank` dimensions before it returns; null
+        // strides mean a contiguous tensor; the address is aligned, as `View::new` checks.
         let raw = unsafe {
             of.nnop.aclCreateTensor(at, rank, view.dtype, ptr::null(), 0, nd, at, rank, address)
         }?;
         Ok(Self { nnop: of.nnop, raw })
     }
 
-    /// A tensor of one dimension: `count` elements, of which the first is `offset` elements after `address`. A
-    /// context must be current.
+    /// A tensor of one dimension: `count` elements, of which the first is `offset` elements after
+    /// `address`. A context must be current.
     ///
     /// # Errors
     ///
-    /// [`Error::Status`](crate::Error::Status), for example if CANN requires another alignment of the address.
+    /// [`Error::Status`](crate::Error::Status), for example if CANN requires another alignment of
+    /// the address.
     ///
     /// # Safety
     ///
@@ -79,8 +80,8 @@ impl<'a> Tensor<'a> {
         let (dims, storage) = ([count as i64], [(offset + count) as i64]);
         let (at, all, stride) = (dims.as_ptr(), storage.as_ptr(), [1_i64]);
         let (step, offset, nd) = (stride.as_ptr(), offset as i64, AclFormat::ND);
-        // SAFETY: acl_meta.h, `aclCreateTensor`: reads one dimension, one stride and one storage dimension before
-        // it returns.
+        // SAFETY: acl_meta.h, `aclCreateTensor`: reads one dimension, one stride and one storage
+        // dimension before it returns.
         let raw = unsafe { nnop.aclCreateTensor(at, 1, dtype, step, offset, nd, all, 1, address) }?;
         Ok(Self { nnop, raw })
     }

@@ -14,9 +14,9 @@ use crate::{Plan, Result, Soc};
 
 /// CANN's operators, enqueued on one stream.
 ///
-/// If the output is also an input, the in-place form of the operator is used. CANN checks shapes and types;
-/// its rejection is [`Error::Status`]. Operators on empty tensors do nothing, since some have no kernel for
-/// them.
+/// If the output is also an input, the in-place form of the operator is used. CANN checks shapes
+/// and types; its rejection is [`Error::Status`]. Operators on empty tensors do nothing, since some
+/// have no kernel for them.
 #[derive(Clone, Debug)]
 pub struct Operators {
     stream: Arc<Stream>,
@@ -308,8 +308,8 @@ impl Operators {
         })
     }
 
-    /// `out[i] ← ‖x[i]‖₂`, for at most [`MAX_NORMS`](Self::MAX_NORMS) tensors; not on chips of the first
-    /// generation.
+    /// `out[i] ← ‖x[i]‖₂`, for at most [`MAX_NORMS`](Self::MAX_NORMS) tensors; not on chips of the
+    /// first generation.
     ///
     /// # Errors
     ///
@@ -322,8 +322,8 @@ impl Operators {
         })
     }
 
-    /// `x[i] ← factors[i]·x[i]`, for at most [`MAX_LIST`](Self::MAX_LIST) tensors; not on chips of the first
-    /// generation.
+    /// `x[i] ← factors[i]·x[i]`, for at most [`MAX_LIST`](Self::MAX_LIST) tensors; not on chips of
+    /// the first generation.
     ///
     /// # Errors
     ///
@@ -342,9 +342,9 @@ impl Operators {
         })
     }
 
-    /// Multiplies all tensors by `inv_scale`, a scalar on the device, and sets the scalar `found_inf` to 1 if
-    /// an element is infinite or NaN; otherwise `found_inf` is unchanged. At most
-    /// [`MAX_NORMS`](Self::MAX_NORMS) tensors.
+    /// Multiplies all tensors by `inv_scale`, a scalar on the device, and sets the scalar
+    /// `found_inf` to 1 if an element is infinite or NaN; otherwise `found_inf` is unchanged. At
+    /// most [`MAX_NORMS`](Self::MAX_NORMS) tensors.
     ///
     /// # Errors
     ///
@@ -397,12 +397,13 @@ impl Operators {
             plan(self.ops, &raw, &scalars)
         }?;
         let keep: Vec<Buffer> = views.iter().map(|view| view.buffer.clone()).collect();
-        // SAFETY: the plan's tensors are these views in buffers that `keep` owns and that belong to this
-        // stream's context, as `Tensor::new` checks.
+        // SAFETY: the plan's tensors are these views in buffers that `keep` owns and that belong to
+        // this stream's context, as `Tensor::new` checks.
         unsafe { self.stream.launch(plan, Box::new(keep)) }
     }
 
-    /// As [`run`](Self::run), for an operator on lists of equal length, or `None` for one that is left out.
+    /// As [`run`](Self::run), for an operator on lists of equal length, or `None` for one that is
+    /// left out.
     pub(super) fn run_lists<const N: usize>(
         &self,
         views: [Option<&[View]>; N],
@@ -426,8 +427,8 @@ impl Operators {
 }
 
 impl Operators {
-    /// Returns whether an overflow occurred since the flag was last cleared. Blocks until the stream is done.
-    /// Only chips whose f16 saturates have the flag.
+    /// Returns whether an overflow occurred since the flag was last cleared. Blocks until the
+    /// stream is done. Only chips whose f16 saturates have the flag.
     ///
     /// # Errors
     ///
@@ -437,7 +438,8 @@ impl Operators {
         let status = Buffer::new(self.context(), BYTES)?;
         self.stream.fill(&status, 0, BYTES, 0)?;
         self.stream.enqueue(Box::new(status.clone()), |acl, raw| {
-            // SAFETY: acl_rt.h, `aclrtGetOverflowStatus`: 64 bytes of device memory, which the stream keeps alive.
+            // SAFETY: acl_rt.h, `aclrtGetOverflowStatus`: 64 bytes of device memory, which the
+            // stream keeps alive.
             unsafe { acl.aclrtGetOverflowStatus(status.address(), BYTES, raw) }
         })?;
         let mut bytes = [0; BYTES];

@@ -13,8 +13,8 @@ const PIECES: usize = 40;
 /// Alignment of the pieces in elements: at least 64 bytes for each type.
 const ALIGN: usize = 32;
 
-/// The tensors of [`Operators::apply_adamw_v2`] and [`Operators::fused_adamw`]; all except `step` are as long
-/// as `p`.
+/// The tensors of [`Operators::apply_adamw_v2`] and [`Operators::fused_adamw`]; all except `step`
+/// are as long as `p`.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWTensors<'a> {
     /// Parameters.
@@ -62,8 +62,8 @@ pub struct SgdNumbers {
 }
 
 impl Operators {
-    /// Runs step `step + 1` of PyTorch's AdamW by one kernel. The caller sets `step` on the device before every
-    /// call.
+    /// Runs step `step + 1` of PyTorch's AdamW by one kernel. The caller sets `step` on the device
+    /// before every call.
     ///
     /// # Errors
     ///
@@ -98,8 +98,8 @@ impl Operators {
         })
     }
 
-    /// As [`apply_adamw_v2`](Self::apply_adamw_v2), by one kernel of CANN 9.2. `step` must be above 0, as its
-    /// documentation requires, so it cannot run the first step.
+    /// As [`apply_adamw_v2`](Self::apply_adamw_v2), by one kernel of CANN 9.2. `step` must be above
+    /// 0, as its documentation requires, so it cannot run the first step.
     ///
     /// # Errors
     ///
@@ -116,8 +116,8 @@ impl Operators {
         let [p, g, m, v, steps] = [&p, &g, &m, &v, &steps].map(|views| Some(&views[..]));
         let lists = [p, g, m, v, max_v.as_deref(), steps];
         self.run_lists(lists, |ops, [p, g, m, v, max_v, steps]| {
-            // SAFETY: the lists made by `run_lists` live until the plan is enqueued; null means no maxima, no
-            // scale and no `found_inf`.
+            // SAFETY: the lists made by `run_lists` live until the plan is enqueued; null means no
+            // maxima, no scale and no `found_inf`.
             unsafe {
                 ops.aclnnFusedAdamw(
                     p, g, m, v, max_v, steps, none, none, lr, b1, b2, decay, eps, amsgrad, false,
@@ -126,8 +126,8 @@ impl Operators {
         })
     }
 
-    /// Runs a step of PyTorch's SGD by one kernel of CANN 9.1. `buffer` is required with momentum, which must
-    /// be at least 1e-6, and must be `None` without.
+    /// Runs a step of PyTorch's SGD by one kernel of CANN 9.1. `buffer` is required with momentum,
+    /// which must be at least 1e-6, and must be `None` without.
     ///
     /// # Errors
     ///

@@ -41,7 +41,8 @@ impl Stream {
     pub fn new(context: &Context) -> Result<Self> {
         let _entered = context.enter()?;
         let mut raw = AclrtStream::NULL;
-        // SAFETY: acl_rt.h, `aclrtCreateStream`: writes one handle, to a local; a context is current.
+        // SAFETY: acl_rt.h, `aclrtCreateStream`: writes one handle, to a local; a context is
+        // current.
         unsafe { context.acl().aclrtCreateStream(&raw mut raw) }?;
         Ok(Self { context: context.clone(), raw, in_use: Mutex::default() })
     }
@@ -58,8 +59,8 @@ impl Stream {
         self.raw
     }
 
-    /// Enqueues work by `call`, with the stream's context current, and keeps `keep` alive until the stream has
-    /// been synchronized.
+    /// Enqueues work by `call`, with the stream's context current, and keeps `keep` alive until the
+    /// stream has been synchronized.
     ///
     /// # Errors
     ///
@@ -75,8 +76,8 @@ impl Stream {
             self.synchronize()?;
             in_use = self.in_use();
         }
-        // Locked until the work is enqueued, so that a concurrent synchronization drops only owners of work
-        // that was enqueued before.
+        // Locked until the work is enqueued, so that a concurrent synchronization drops only owners
+        // of work that was enqueued before.
         in_use.push(keep);
         let _entered = self.context.enter()?;
         call(self.context.acl(), self.raw)
@@ -98,8 +99,8 @@ impl Stream {
     ///
     /// # Errors
     ///
-    /// Also [`Error::Status`] with `ACL_ERROR_RT_STREAM_SYNC_TIMEOUT`, and [`Error::NoFunction`] if this CANN
-    /// has no timeouts.
+    /// Also [`Error::Status`] with `ACL_ERROR_RT_STREAM_SYNC_TIMEOUT`, and [`Error::NoFunction`] if
+    /// this CANN has no timeouts.
     pub fn synchronize_for(&self, timeout: Duration) -> Result<()> {
         let timeout_ms = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
         self.synchronize_by(|acl| {
@@ -112,8 +113,8 @@ impl Stream {
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if the range is not in the buffer, or the buffer belongs to another context.
-    /// [`Error::Status`].
+    /// [`Error::Argument`] if the range is not in the buffer, or the buffer belongs to another
+    /// context. [`Error::Status`].
     pub fn upload(&self, to: &Buffer, offset: usize, from: &[u8]) -> Result<()> {
         let (to_address, bytes) = (self.range(to, offset, from.len())?, from.len());
         if from.is_empty() {
@@ -124,8 +125,8 @@ impl Stream {
         let from = staged.address();
         self.enqueue(Box::new((to.clone(), staged)), |acl, raw| {
             let kind = AclrtMemcpyKind::HOST_TO_DEVICE;
-            // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes, and the stream keeps
-            // their owners alive until it has been synchronized.
+            // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes, and the stream
+            // keeps their owners alive until it has been synchronized.
             unsafe { acl.aclrtMemcpyAsync(to_address, bytes, from, bytes, kind, raw) }
         })
     }
@@ -145,8 +146,9 @@ impl Stream {
         let done = self
             .enqueue(Box::new(from.clone()), |acl, raw| {
                 let kind = AclrtMemcpyKind::DEVICE_TO_HOST;
-                // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes. The stream keeps the
-                // buffer alive; `staged` is not dropped before the copy is done, see below.
+                // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes. The stream
+                // keeps the buffer alive; `staged` is not dropped before the copy is done, see
+                // below.
                 unsafe {
                     acl.aclrtMemcpyAsync(staged_address, bytes, from_address, bytes, kind, raw)
                 }
@@ -173,8 +175,8 @@ impl Stream {
         }
         self.enqueue(Box::new((to.0.clone(), from.0.clone())), |acl, raw| {
             let kind = AclrtMemcpyKind::DEVICE_TO_DEVICE;
-            // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes, do not overlap, and are kept
-            // alive.
+            // SAFETY: acl_rt.h, `aclrtMemcpyAsync`: both ranges have `bytes` bytes, do not overlap,
+            // and are kept alive.
             unsafe { acl.aclrtMemcpyAsync(to_address, bytes, from_address, bytes, kind, raw) }
         })
     }
@@ -200,7 +202,8 @@ impl Stream {
     ///
     /// # Safety
     ///
-    /// `keep` must own the memory of the plan's tensors, which must belong to this stream's context.
+    /// `keep` must own the memory of the plan's tensors, which must belong to this stream's
+    /// context.
     pub unsafe fn launch(&self, plan: Plan, keep: KeepAlive) -> Result<()> {
         let bytes = plan.workspace_bytes();
         let workspace = match usize::try_from(bytes) {
@@ -210,8 +213,8 @@ impl Stream {
         };
         let address = workspace.as_ref().map_or_else(std::ptr::null_mut, Buffer::address);
         self.enqueue(Box::new((keep, workspace)), |_, raw| {
-            // SAFETY: the workspace has the required size; the stream keeps it and (as the caller guarantees)
-            // the tensors alive; the stream's context is current.
+            // SAFETY: the workspace has the required size; the stream keeps it and (as the caller
+            // guarantees) the tensors alive; the stream's context is current.
             unsafe { plan.run(address, raw) }
         })
     }
@@ -258,7 +261,8 @@ impl Drop for Stream {
         }
         if matches!(waited, Err(Error::Status { status, .. }) if status.code() == STREAM_SYNC_TIMEOUT)
         {
-            // `aclrtDestroyStream` would block until the work completes: leak the stream, and so its context.
+            // `aclrtDestroyStream` would block until the work completes: leak the stream, and so
+            // its context.
             mem::forget(self.context.clone());
             return;
         }

@@ -22,8 +22,8 @@ impl View {
     ///
     /// # Errors
     ///
-    /// [`Error::Argument`] if it is not in the buffer, if `offset` is not a multiple of 32, as CANN requires,
-    /// or for an unsupported type.
+    /// [`Error::Argument`] if it is not in the buffer, if `offset` is not a multiple of 32, as CANN
+    /// requires, or for an unsupported type.
     pub fn new(buffer: &Buffer, offset: usize, dims: &[usize], dtype: AclDataType) -> Result<Self> {
         let Some(width) = width(dtype) else {
             return argument(format!("tensors of {dtype:?} are not supported"));

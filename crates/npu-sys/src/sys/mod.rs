@@ -1,9 +1,9 @@
 //! The C interface: library names, types, tables of functions.
 //!
 //! Each family of functions is declared once, as a macro that passes its rows to another macro:
-//! `acl_table!(bind)` generates the struct [`Acl`], a simulator generates exported functions from the same
-//! rows, and [`headers`](crate::headers) generates C++ assertions to compile with CANN's headers. [`CType`]
-//! derives the C spelling of a row from its Rust types.
+//! `acl_table!(bind)` generates the struct [`Acl`], a simulator generates exported functions from
+//! the same rows, and [`headers`](crate::headers) generates C++ assertions to compile with CANN's
+//! headers. [`CType`] derives the C spelling of a row from its Rust types.
 
 mod acl;
 mod hccl;

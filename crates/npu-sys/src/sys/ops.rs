@@ -1,7 +1,8 @@
 //! `aclnnop/*.h`: the operators. Each has two functions: one plans, the other runs the plan.
 //!
-//! Prototypes as in CANN 8.1.RC1, or as in the public headers of the later version that a row names. All
-//! operators are optional, since they depend on version and chip: calling a missing one is an error.
+//! Prototypes as in CANN 8.1.RC1, or as in the public headers of the later version that a row
+//! names. All operators are optional, since they depend on version and chip: calling a missing one
+//! is an error.
 
 use std::ffi::c_void;
 
@@ -66,8 +67,9 @@ pub struct Phases<P> {
     pub run: Run,
 }
 
-/// Passes the operators to the macro `$then`. Rows omit the last two parameters of all plans: the workspace
-/// size and the executor. `in` is the first version of CANN that has the operator, if 8.1 does not.
+/// Passes the operators to the macro `$then`. Rows omit the last two parameters of all plans: the
+/// workspace size and the executor. `in` is the first version of CANN that has the operator, if 8.1
+/// does not.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! ops_table {

@@ -1,7 +1,7 @@
 //! Types and constants of `acl/acl.h`, `aclnn/acl_meta.h` and `hccl/hccl_types.h`.
 //!
-//! C's enumerations are transparent integers, since a newer library may return an unknown number. Handles
-//! are pointers that Rust never dereferences.
+//! C's enumerations are transparent integers, since a newer library may return an unknown number.
+//! Handles are pointers that Rust never dereferences.
 
 #![expect(unsafe_code, reason = "handles are `Send` and `Sync`: Rust never dereferences them")]
 
@@ -317,11 +317,11 @@ pub struct HcclSendRecvItem {
     pub remote_rank: u32,
 }
 
-/// `HcclCommConfig` in version 5, 300 bytes. Later versions of HCCL read it, too: HCCL reads `size` bytes and
-/// then uses the fields of the given version.
+/// `HcclCommConfig` in version 5, 300 bytes. Later versions of HCCL read it, too: HCCL reads `size`
+/// bytes and then uses the fields of the given version.
 ///
-/// The alignment is stricter than C's, which declares the first eight bytes as characters but reads them as
-/// a `size_t`; so it has 304 bytes in Rust, of which [`size`](Self::size) counts 300.
+/// The alignment is stricter than C's, which declares the first eight bytes as characters but reads
+/// them as a `size_t`; so it has 304 bytes in Rust, of which [`size`](Self::size) counts 300.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(8))]
 pub struct HcclCommConfig {

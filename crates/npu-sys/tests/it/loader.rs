@@ -1,5 +1,5 @@
-//! Loading and probing with small libraries that have AscendCL's C interface and that the test compiles. They
-//! test this crate, not CANN.
+//! Loading and probing with small libraries that have AscendCL's C interface and that the test
+//! compiles. They test this crate, not CANN.
 
 #![expect(unsafe_code, reason = "opens libraries the test made")]
 
@@ -34,8 +34,8 @@ fn library(folder: &TempDir, name: &str, functions: &[String]) -> PathBuf {
     path
 }
 
-/// [`WORKING`] and, as functions that do nothing, all other required functions of AscendCL; `symbol` is
-/// replaced or removed.
+/// [`WORKING`] and, as functions that do nothing, all other required functions of AscendCL;
+/// `symbol` is replaced or removed.
 fn with(symbol: &str, replacement: Option<&str>) -> Vec<String> {
     let named = |function: &str, name: &str| function.contains(&format!("{name}("));
     let silent = Acl::SYMBOLS.iter().filter(|row| row.required).map(|row| row.name);

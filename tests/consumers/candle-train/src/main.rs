@@ -13,7 +13,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let path = "run.safetensors"; // remove it to begin again
     let hyper = AdamWHyper { lr: 0.05, ..Default::default() };
-    // A rank of `launch`, torchrun, srun or mpirun joins the others here; started alone, it is the only one.
+    // A rank of `launch`, torchrun, srun or mpirun joins the others here; started alone, it is the
+    // only one.
     let mut train = Trainer::builder(&vars).clip(Clip::norm(1.0)).build(hyper)?;
     for epoch in train.resume(path)?..10 {
         for rows in train.batches(256, 32, epoch)? {

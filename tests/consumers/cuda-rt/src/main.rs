@@ -17,7 +17,8 @@ fn twice(x: &[f32]) -> cuda_rt::Result<Vec<f32>> {
     let mut memory = gpu.alloc(bytes.len())?;
     gpu.write(&mut memory, 0, &bytes)?;
     let job = [Gpu::address(&memory), x.len() as u64];
-    // SAFETY: the argument is the kernel's struct; the memory is read, and freed, after the kernel has run.
+    // SAFETY: the argument is the kernel's struct; the memory is read, and freed, after the kernel
+    // has run.
     unsafe { gpu.launch(&kernel, (x.len() as u32).div_ceil(256), &job) }?;
     gpu.read(&memory, 0, &mut bytes)?;
     Ok(bytes.chunks_exact(4).map(|x| f32::from_ne_bytes([x[0], x[1], x[2], x[3]])).collect())

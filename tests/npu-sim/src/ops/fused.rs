@@ -1,7 +1,8 @@
 //! Operators that are a whole step of an optimizer, or of the loss scale.
 //!
-//! The rules are those of the documents and host sides in CANN's public repositories. Where the two differ
-//! over what may be left out (`aclnnFusedSgd`'s scale of the gradients), the host side counts.
+//! The rules are those of the documents and host sides in CANN's public repositories. Where the two
+//! differ over what may be left out (`aclnnFusedSgd`'s scale of the gradients), the host side
+//! counts.
 
 use std::sync::Arc;
 
@@ -132,8 +133,8 @@ pub(crate) fn aclnnApplyAdamWV2(
     Ok(Kernel { inputs, outputs, compute })
 }
 
-/// AdamW on lists. Counters of steps are read as one less than the step, and not written; the documents ask
-/// for more than zero. The numbers are rounded to f32.
+/// AdamW on lists. Counters of steps are read as one less than the step, and not written; the
+/// documents ask for more than zero. The numbers are rounded to f32.
 pub(crate) fn aclnnFusedAdamw(
     p: *const AclTensorList,
     g: *const AclTensorList,
@@ -191,7 +192,8 @@ pub(crate) fn aclnnFusedAdamw(
     Ok(Kernel { inputs, outputs, compute })
 }
 
-/// Lists of parameters, moments, perhaps maxima, gradients and steps; nothing of steps that are none.
+/// Lists of parameters, moments, perhaps maxima, gradients and steps; nothing of steps that are
+/// none.
 fn adamw_on_lists(rule: AdamW, count: usize, scale: f32, lists: &[&[Numbers]]) -> Vec<Numbers> {
     let [slots @ .., gradients, steps] = lists else { return Vec::new() };
     let mut out = vec![Numbers::new(); slots.len() * count];

@@ -1,5 +1,5 @@
-//! Calls that fail when they are told to: every one of the safe layer's, once, and nothing is lost or
-//! freed too early by it.
+//! Calls that fail when they are told to: every one of the safe layer's, once, and nothing is lost
+//! or freed too early by it.
 
 use npu_sys::safe::{Buffer, Context, Event, Stream};
 

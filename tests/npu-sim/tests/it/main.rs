@@ -1,5 +1,5 @@
-//! The simulator, and the safe layer of `npu-sys` on it: what is allowed works, and every rule has a test
-//! that breaks it.
+//! The simulator, and the safe layer of `npu-sys` on it: what is allowed works, and every rule has
+//! a test that breaks it.
 
 #![expect(unsafe_code, reason = "calls C as a careless program would")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on stops there")]

@@ -1,5 +1,6 @@
-//! The same networks, from the same parameters over the same batches, trained by candle's engine and by
-//! libtorch's, both with our optimizers, and by tch alone with its own: the same losses, the same tensors.
+//! The same networks, from the same parameters over the same batches, trained by candle's engine
+//! and by libtorch's, both with our optimizers, and by tch alone with its own: the same losses, the
+//! same tensors.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -195,8 +196,8 @@ impl GradSink for Spoil {
     }
 }
 
-/// Trains as one of `group`, with an optimizer of ours, under autocast to `dtype` unless that is `f32`; `factor` is
-/// [`Spoil`]'s.
+/// Trains as one of `group`, with an optimizer of ours, under autocast to `dtype` unless that is
+/// `f32`; `factor` is [`Spoil`]'s.
 fn train(
     engine: &mut dyn Engine,
     group: ProcessGroup,
@@ -261,8 +262,8 @@ fn train_plain(net: Net, rule: Rule) -> Outcome {
     Outcome { losses, state }
 }
 
-/// Bounds of losses and tensors. In f32 rounding errors, grown by twelve steps; in half types what their last
-/// digits (2^-11, 2^-8) come to, of which a small tensor sees more.
+/// Bounds of losses and tensors. In f32 rounding errors, grown by twelve steps; in half types what
+/// their last digits (2^-11, 2^-8) come to, of which a small tensor sees more.
 const WIDE: (f64, f64) = (1e-5, 1e-3);
 const HALVES: [(DType, f64, f64); 2] = [(DType::F16, 1e-3, 1e-1), (DType::Bf16, 5e-3, 2e-1)];
 

@@ -1,5 +1,6 @@
-//! Compares the kernels with the CPU implementation, bit for bit: on the GPU that `$CUDA_TEST_DEVICE` names, or else
-//! compiled for the CPU. Tests whose names end with `on_the_shim` need the latter.
+//! Compares the kernels with the CPU implementation, bit for bit: on the GPU that
+//! `$CUDA_TEST_DEVICE` names, or else compiled for the CPU. Tests whose names end with
+//! `on_the_shim` need the latter.
 
 #![expect(unsafe_code, reason = "kernels access the test's memory")]
 
@@ -78,8 +79,8 @@ fn casts_equal_the_cpu_bit_for_bit() {
     assert_eq!(bits_f16(&to_f16), bits_f16(&got));
 }
 
-/// The sum of squares in the kernel's order: 16 lanes of each block of 1024 elements, lanes pairwise, 16
-/// blocks, 32 sums, 32 of those, and so on.
+/// The sum of squares in the kernel's order: 16 lanes of each block of 1024 elements, lanes
+/// pairwise, 16 blocks, 32 sums, 32 of those, and so on.
 fn squares_twin(tensors: &[Vec<f32>], factor: f32) -> f64 {
     let tree = |values: &[f64], width: usize| {
         let mut values = values.to_vec();

@@ -1,5 +1,5 @@
-//! A reference scaler, written from the documentation of `torch.amp.GradScaler`, and a comparison of
-//! ours with it. The fuzz target of the scaler includes this file, too.
+//! A reference scaler, written from the documentation of `torch.amp.GradScaler`, and a comparison
+//! of ours with it. The fuzz target of the scaler includes this file, too.
 
 use std::collections::HashMap;
 

@@ -37,7 +37,8 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
 
     /// # Safety
     ///
-    /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy); here and below for at least one byte.
+    /// As [`DeviceBackend::copy`](crate::device::DeviceBackend::copy); here and below for at least
+    /// one byte.
     unsafe fn copy(&self, to: DeviceBuf, from: DeviceBuf, stream: DeviceStream) -> Result<()>;
 
     /// # Safety
@@ -79,8 +80,8 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
     /// Checks that the library supports the operation on this device.
     fn supports(&self, op: &OpDesc) -> Result<()>;
 
-    /// Enqueues the steps in a stream. While it waits, it calls `check_health` repeatedly, which sleeps briefly and
-    /// fails once the group has failed.
+    /// Enqueues the steps in a stream. While it waits, it calls `check_health` repeatedly, which
+    /// sleeps briefly and fails once the group has failed.
     ///
     /// # Safety
     ///
@@ -100,9 +101,9 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
         end.reached()
     }
 
-    /// Splits the communicator, like `ncclCommSplit`. All ranks call it; members of a new group pass its color and
-    /// their rank in it. `check_health` is as for [`launch`](Self::launch). Called only if
-    /// [`GroupConfig::can_split`](super::GroupConfig::can_split).
+    /// Splits the communicator, like `ncclCommSplit`. All ranks call it; members of a new group
+    /// pass its color and their rank in it. `check_health` is as for [`launch`](Self::launch).
+    /// Called only if [`GroupConfig::can_split`](super::GroupConfig::can_split).
     fn split(
         &self,
         _color_and_key: Option<(Rank, Rank)>,
@@ -112,12 +113,13 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
         Err(unsupported::<Self>("splitting a communicator"))
     }
 
-    /// Aborts the communicator at once, without its peers. Returns whether the device has released all memory; after an
-    /// error it has not. `under_way` returns whether operations are in the streams.
+    /// Aborts the communicator at once, without its peers. Returns whether the device has released
+    /// all memory; after an error it has not. `under_way` returns whether operations are in the
+    /// streams.
     fn abort(&self, under_way: &dyn Fn() -> bool) -> Result<bool>;
 
-    /// Destroys the communicator together with its peers, when no operation is pending. Aborts it after the deadline or
-    /// a failure.
+    /// Destroys the communicator together with its peers, when no operation is pending. Aborts it
+    /// after the deadline or a failure.
     fn finish(&self, deadline: Instant);
 
     /// # Safety
@@ -147,7 +149,8 @@ pub(crate) enum PossibleCause {
     AsReported,
     /// Ranks called different operations.
     Mismatch,
-    /// Ranks called different operations, or some are missing; the text follows the operation's name.
+    /// Ranks called different operations, or some are missing; the text follows the operation's
+    /// name.
     MismatchOrMissing(&'static str),
 }
 

@@ -1,25 +1,28 @@
-//! Core of the backends over a device library (NCCL, HCCL): the library handles device memory, a host backend the rest.
+//! Core of the backends over a device library (NCCL, HCCL): the library handles device memory, a
+//! host backend the rest.
 //!
 //! # The design
 //!
-//! **Memory.** A device buffer is an address, a count and a type. The caller guarantees that they are valid
-//! ([`DeviceBuf::from_raw`](crate::DeviceBuf::from_raw)), and likewise for streams. The traits in [`library`] declare
-//! all that is used of a library, so tests can replace it by a fake.
+//! **Memory.** A device buffer is an address, a count and a type. The caller guarantees that they
+//! are valid ([`DeviceBuf::from_raw`](crate::DeviceBuf::from_raw)), and likewise for streams. The
+//! traits in [`library`] declare all that is used of a library, so tests can replace it by a fake.
 //!
-//! **A group has two sides.** The host side is a complete backend, `host` or `tcp`: it runs verbs on slices and
-//! objects, barriers, `split` and `rebuild`, and detects deaths, departures and aborts for both sides. The device side
-//! is a communicator. A failure of one side fails both.
+//! **A group has two sides.** The host side is a complete backend, `host` or `tcp`: it runs verbs
+//! on slices and objects, barriers, `split` and `rebuild`, and detects deaths, departures and
+//! aborts for both sides. The device side is a communicator. A failure of one side fails both.
 //!
-//! **Timeouts.** [`enqueue`](DeviceBackend::enqueue) records an event, launches the operations, and records a second
-//! event, which waits poll. An operation's timeout starts when its stream has reached the first event, so that earlier
-//! computation does not count. It also starts when a caller waits for an operation that its stream does not reach; then
-//! this rank is the missing one. The [`watchdog`] thread polls every millisecond. After a timeout all ranks write the
-//! progress of their streams to the store, which shows which ranks are missing and which called a different operation
-//! ([`progress`]).
+//! **Timeouts.** [`enqueue`](DeviceBackend::enqueue) records an event, launches the operations, and
+//! records a second event, which waits poll. An operation's timeout starts when its stream has
+//! reached the first event, so that earlier computation does not count. It also starts when a
+//! caller waits for an operation that its stream does not reach; then this rank is the missing one.
+//! The [`watchdog`] thread polls every millisecond. After a timeout all ranks write the progress of
+//! their streams to the store, which shows which ranks are missing and which called a different
+//! operation ([`progress`]).
 //!
-//! **Aborts.** The watchdog aborts the communicator once, after it has decided why the group failed and before any wait
-//! returns that error, so the device has released the memory by then. It also aborts the host side, which the peers
-//! detect within milliseconds; each rank's watchdog aborts its own communicator.
+//! **Aborts.** The watchdog aborts the communicator once, after it has decided why the group failed
+//! and before any wait returns that error, so the device has released the memory by then. It also
+//! aborts the host side, which the peers detect within milliseconds; each rank's watchdog aborts
+//! its own communicator.
 
 #![expect(
     unsafe_code,
@@ -185,7 +188,8 @@ impl<C: Communicator> DeviceGroup<C> {
         (buf.bytes() > 0).then(|| self.parts.device.enter()).transpose()
     }
 
-    /// Replaces the host side's error by the group's if a rank has aborted the host side for a diagnosis.
+    /// Replaces the host side's error by the group's if a rank has aborted the host side for a
+    /// diagnosis.
     fn diagnosed<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| match error {
             Error::Aborted { ref reason, .. } if reason == DIAGNOSING => {
@@ -195,7 +199,8 @@ impl<C: Communicator> DeviceGroup<C> {
         })
     }
 
-    /// Fails if the group has failed, else sleeps for a [`TICK`]. Called between two polls of a communicator.
+    /// Fails if the group has failed, else sleeps for a [`TICK`]. Called between two polls of a
+    /// communicator.
     fn check_health(&self) -> Result<()> {
         let watchdog = &self.parts.watchdog;
         if watchdog.failure().is_some() {
@@ -208,7 +213,8 @@ impl<C: Communicator> DeviceGroup<C> {
 
 /// Runs an internal operation of this module on the host side.
 fn run_on_host(host: &dyn Backend, op: &OpDesc, bufs: RawBufs, wait: Wait) -> Result<()> {
-    // SAFETY: callers pass `RawBufs::NONE`, or their own arrays with the number of elements of `op`.
+    // SAFETY: callers pass `RawBufs::NONE`, or their own arrays with the number of elements of
+    // `op`.
     unsafe { host.run(op, bufs, wait) }
 }
 
@@ -283,8 +289,8 @@ impl<C: Communicator> Backend for DeviceGroup<C> {
         let deadline = crate::store::deadline(self.config.timeout);
         let made = watchdog.communicator.split(color_and_key, deadline, &|| self.check_health());
         let seed = made.map_err(|error| watchdog.fail(error))?.map(Seed::new);
-        // No rank returns, and may abort this group, while another still splits. A failure of this group does not
-        // concern the ranks that are done.
+        // No rank returns, and may abort this group, while another still splits. A failure of this
+        // group does not concern the ranks that are done.
         let wait = Wait { policy: WaitPolicy::Spin, timeout: Some(self.config.timeout) };
         drop(run_on_host(&*self.host, &BARRIER, RawBufs::NONE, wait));
         Ok(seed)

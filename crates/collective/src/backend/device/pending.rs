@@ -1,5 +1,5 @@
-//! A pending operation: its state in the [watchdog](super::watchdog), and the caller's handle, which is behind a
-//! [`DeviceWork`](crate::device::DeviceWork).
+//! A pending operation: its state in the [watchdog](super::watchdog), and the caller's handle,
+//! which is behind a [`DeviceWork`](crate::device::DeviceWork).
 //!
 //! Invariant: an operation has succeeded only if its end event was reached before the group failed.
 
@@ -52,7 +52,8 @@ impl<C: Communicator> fmt::Debug for Pending<C> {
 impl<C: Communicator> Pending<C> {
     /// Sets the outcome and calls `ended`, once.
     pub(super) fn complete(&self, result: &Result<()>) {
-        // Held until the outcome is set, so `ended` has been called before a caller sees the outcome.
+        // Held until the outcome is set, so `ended` has been called before a caller sees the
+        // outcome.
         let mut ended = self.ended.lock();
         if self.outcome.get().is_none() {
             if let Some(ended) = ended.take() {

@@ -1,10 +1,11 @@
-//! Diagnosis of an operation that does not complete: which ranks' streams have not reached it, and which ranks called a
-//! different one.
+//! Diagnosis of an operation that does not complete: which ranks' streams have not reached it, and
+//! which ranks called a different one.
 //!
-//! Nothing is written to the store while a group works. A rank whose operation has timed out aborts the host side with
-//! the text [`DIAGNOSING`]. Every rank then writes its [`Progress`] to the store. The rank that aborted reads all of
-//! them and writes a [`RankFailure`], which the others read. So all ranks together make a number of requests that is linear
-//! in the number of ranks. A rank that does not write its progress in time counts as one that has enqueued nothing.
+//! Nothing is written to the store while a group works. A rank whose operation has timed out aborts
+//! the host side with the text [`DIAGNOSING`]. Every rank then writes its [`Progress`] to the
+//! store. The rank that aborted reads all of them and writes a [`RankFailure`], which the others
+//! read. So all ranks together make a number of requests that is linear in the number of ranks. A
+//! rank that does not write its progress in time counts as one that has enqueued nothing.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,7 +26,8 @@ const KEPT: usize = 16;
 pub(super) const DIAGNOSING: &str =
     "an operation on device memory has not completed; the errors of device operations say why";
 
-/// How long a diagnosis waits for the progress of all ranks; longer in large groups, because all ranks use one store.
+/// How long a diagnosis waits for the progress of all ranks; longer in large groups, because all
+/// ranks use one store.
 pub(super) fn diagnosis_time(world: usize) -> Duration {
     2 * Duration::from_millis(1000.max(world as u64))
 }
@@ -193,8 +195,8 @@ impl Records {
         self.store.set(&self.key(what, self.rank), &json)
     }
 
-    /// Writes this rank's progress, waits for that of the others, and compares it with a list of this rank that has
-    /// not completed.
+    /// Writes this rank's progress, waits for that of the others, and compares it with a list of
+    /// this rank that has not completed.
     pub(super) fn diagnose(&self, own: &Progress, participants: &Participants) -> FailureReason {
         let read_all = || {
             self.set("progress", own)?;

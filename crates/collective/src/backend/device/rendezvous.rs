@@ -1,7 +1,8 @@
 //! Rendezvous of a device group's ranks, after their host sides have joined.
 //!
-//! A library's init waits for all ranks and does not name a missing one. So the ranks first meet at a
-//! barrier of the host side, which names missing and dead ranks. Then they exchange the library's ids and start the init.
+//! A library's init waits for all ranks and does not name a missing one. So the ranks first meet at
+//! a barrier of the host side, which names missing and dead ranks. Then they exchange the library's
+//! ids and start the init.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,8 +18,8 @@ use crate::{DType, Error, OpDesc, Rank, Result, Transport, Verb};
 /// Shortest timeout of an operation on the host side.
 const TICK: Duration = Duration::from_millis(1);
 
-/// Returns the index of this rank's device. Fails on all ranks if one lacks the library or, as `requirement` says,
-/// a device.
+/// Returns the index of this rank's device. Fails on all ranks if one lacks the library or, as
+/// `requirement` says, a device.
 pub(crate) fn device_of(
     joining: &Joining<'_>,
     (backend, transport): (&'static str, Transport),
@@ -37,8 +38,8 @@ pub(crate) fn device_of(
     Ok(joining.locations[joining.rank].support(transport).index.expect("checked above"))
 }
 
-/// Joins a group: its host side first, then the communicator that `connect` makes. Returns when all ranks have
-/// joined.
+/// Joins a group: its host side first, then the communicator that `connect` makes. Returns when all
+/// ranks have joined.
 pub(crate) fn join<C: Communicator>(
     store: &Arc<dyn Store>,
     joining: &Joining<'_>,
@@ -68,8 +69,8 @@ pub(crate) struct Rendezvous<'a> {
 }
 
 impl Rendezvous<'_> {
-    /// Returns the error for an init that has timed out after all ranks have started it, with the library's status
-    /// `(name, code)`.
+    /// Returns the error for an init that has timed out after all ranks have started it, with the
+    /// library's status `(name, code)`.
     pub(crate) fn timeout_error(&self, (name, code): (&str, i32), text: String) -> Error {
         let during = format!("joining {}", self.joining.group());
         Error::Backend { backend: self.library, during, name: name.into(), code, text }

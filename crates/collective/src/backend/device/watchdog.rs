@@ -1,13 +1,13 @@
 //! Pending operations, and the thread that watches them.
 //!
-//! While operations are pending the thread polls every millisecond: which streams have reached their
-//! operations, which operations have ended, whether the host side of the group has failed, whether the
-//! library reports an error, and whether an operation has timed out. Only this thread decides why the group has
-//! failed, and only it aborts the communicator, once: callers report an error with [`fail`](Watchdog::fail) and
-//! wait for the decision.
+//! While operations are pending the thread polls every millisecond: which streams have reached
+//! their operations, which operations have ended, whether the host side of the group has failed,
+//! whether the library reports an error, and whether an operation has timed out. Only this thread
+//! decides why the group has failed, and only it aborts the communicator, once: callers report an
+//! error with [`fail`](Watchdog::fail) and wait for the decision.
 //!
-//! Invariant: an operation has succeeded only if its end event was reached before the group failed, because
-//! an abort lets streams continue, too.
+//! Invariant: an operation has succeeded only if its end event was reached before the group failed,
+//! because an abort lets streams continue, too.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -99,7 +99,8 @@ impl<C: Communicator> Watchdog<C> {
         self.failed.get().map(|(error, _)| error)
     }
 
-    /// Fails if the group has failed: with the failure the first time, then with [`Error::Poisoned`].
+    /// Fails if the group has failed: with the failure the first time, then with
+    /// [`Error::Poisoned`].
     pub(super) fn ready(&self) -> Result<()> {
         match self.failure() {
             None => Ok(()),
@@ -155,15 +156,15 @@ impl<C: Communicator> Watchdog<C> {
         }
     }
 
-    /// Fails the group because of an error that a caller has seen. Returns why the group has failed, which may be
-    /// an earlier failure.
+    /// Fails the group because of an error that a caller has seen. Returns why the group has
+    /// failed, which may be an earlier failure.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.observed.lock().get_or_insert(error);
         self.wait_for_failure()
     }
 
-    /// Blocks until the abort has ended, so that the device has released all memory, and returns why the group failed.
-    /// Only for a group that has failed or is certain to.
+    /// Blocks until the abort has ended, so that the device has released all memory, and returns
+    /// why the group failed. Only for a group that has failed or is certain to.
     pub(super) fn wait_for_failure(&self) -> Error {
         self.wake();
         let deadline = Instant::now() + HOST_ERROR_WAIT + 2 * self.store_timeout() + ABORT_TIMEOUT;
@@ -177,8 +178,8 @@ impl<C: Communicator> Watchdog<C> {
         aborted.clone().unwrap_or_else(|| abort_error::<C>(Ok(ABORT_TIMEOUT), self.failure()))
     }
 
-    /// Blocks until it is decided why the group failed, and returns that; not until the abort has ended. Only for a
-    /// group that is certain to fail.
+    /// Blocks until it is decided why the group failed, and returns that; not until the abort has
+    /// ended. Only for a group that is certain to fail.
     pub(super) fn wait_for_decision(&self) -> Option<Error> {
         self.wake();
         let deadline = Instant::now() + HOST_ERROR_WAIT + 2 * self.store_timeout();
@@ -198,8 +199,8 @@ impl<C: Communicator> Watchdog<C> {
         STORE_WAIT + diagnosis_time(self.host.world_size())
     }
 
-    /// Calls `call` on another thread, because a store that does not respond must not delay this one. Returns `None`
-    /// after the timeout.
+    /// Calls `call` on another thread, because a store that does not respond must not delay this
+    /// one. Returns `None` after the timeout.
     fn with_records<R: Send + 'static>(
         &self,
         call: impl FnOnce(&Records) -> R + Send + 'static,
@@ -240,7 +241,8 @@ impl<C: Communicator> Watchdog<C> {
         }
     }
 
-    /// Records which operations have begun and ended, and checks for failures; those of the library if `poll_library`.
+    /// Records which operations have begun and ended, and checks for failures; those of the library
+    /// if `poll_library`.
     fn poll(&self, poll_library: bool) -> std::result::Result<(), Trigger<C>> {
         if let Some(error) = self.observed.lock().take() {
             return Err(Trigger::DeviceFailed(error));
@@ -304,7 +306,8 @@ impl<C: Communicator> Watchdog<C> {
         })
     }
 
-    /// Decides why the group has failed, informs the peers, aborts the communicator, and completes all operations.
+    /// Decides why the group has failed, informs the peers, aborts the communicator, and completes
+    /// all operations.
     fn fail_group(&self, trigger: Trigger<C>) {
         // A caller may have completed an operation that is still in the list.
         let open = |op: &&Arc<Pending<C>>| op.outcome.get().is_none();
@@ -355,8 +358,9 @@ impl<C: Communicator> Watchdog<C> {
         self.abort_ended.notify_all();
     }
 
-    /// Aborts the host side, finds out why `op` has not completed, informs the peers, and returns the error. `reported`
-    /// is an error of the library that may be due to missing ranks or a mismatch but names no rank.
+    /// Aborts the host side, finds out why `op` has not completed, informs the peers, and returns
+    /// the error. `reported` is an error of the library that may be due to missing ranks or a
+    /// mismatch but names no rank.
     fn diagnose(
         &self,
         op: &Pending<C>,
@@ -434,7 +438,8 @@ impl<C: Communicator> Watchdog<C> {
     }
 }
 
-/// Returns the error for an abort that failed or has not ended after this time: the device may still use the memory.
+/// Returns the error for an abort that failed or has not ended after this time: the device may
+/// still use the memory.
 pub(super) fn abort_error<C: Communicator>(
     aborted: Result<Duration>,
     failure: Option<&Error>,

@@ -1,7 +1,7 @@
 //! A safe interface to gloo's connections and buffers, with [`io::Error`]s.
 //!
-//! Invariant: a [`Buffer`] is freed before its memory and before its [`Mesh`]; after that gloo no longer accesses the
-//! memory. A `Buffer` is never leaked, because it never leaves this backend.
+//! Invariant: a [`Buffer`] is freed before its memory and before its [`Mesh`]; after that gloo no
+//! longer accesses the memory. A `Buffer` is never leaked, because it never leaves this backend.
 
 use std::ffi::{CStr, CString, c_int};
 use std::io::{self, Result};
@@ -23,14 +23,15 @@ pub(super) const CONNECTION_FAILED: io::ErrorKind = io::ErrorKind::BrokenPipe;
 #[derive(Debug)]
 pub(super) struct Mesh(NonNull<sys::Mesh>);
 
-// SAFETY: gloo locks its contexts and pairs, which are designed for use concurrently with the device's thread.
+// SAFETY: gloo locks its contexts and pairs, which are designed for use concurrently with the
+// device's thread.
 unsafe impl Send for Mesh {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Mesh {}
 
 impl Mesh {
-    /// Creates a mesh that listens for every peer at an address of this machine. Connecting to a peer times out after
-    /// `timeout`.
+    /// Creates a mesh that listens for every peer at an address of this machine. Connecting to a
+    /// peer times out after `timeout`.
     pub(super) fn new(
         address: IpAddr,
         rank: Rank,

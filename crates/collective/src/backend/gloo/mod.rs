@@ -1,24 +1,27 @@
 //! The backend over libgloo: gloo moves blocks over TCP; this crate implements the protocol.
 //!
-//! It is the [`tcp`](super::tcp) backend with other [streams](stream): fingerprints, headers and failures use the TCP
-//! backend's sockets, and blocks use gloo. Three limits of gloo (in Debian's version of 2022 and in PyTorch's) require
-//! this:
+//! It is the [`tcp`](super::tcp) backend with other [streams](stream): fingerprints, headers and
+//! failures use the TCP backend's sockets, and blocks use gloo. Three limits of gloo (in Debian's
+//! version of 2022 and in PyTorch's) require this:
 //!
-//! * A message whose length differs from what its receiver expects ends the process, from a gloo thread where the
-//!   exception cannot be caught; a message of another type is misread. So gloo only gets lengths that both ends have
-//!   agreed on: a receive is posted after a header that matches.
-//! * Gloo cannot abort, a wait that times out closes every connection, and the error names no rank. So this crate
-//!   implements the waits, and finds the missing ranks through the control connections.
-//! * Gloo folds around a ring, so the result depends on the offset. So gloo only moves blocks between pairs, and this
-//!   crate's algorithms fold.
+//! * A message whose length differs from what its receiver expects ends the process, from a gloo
+//!   thread where the exception cannot be caught; a message of another type is misread. So gloo
+//!   only gets lengths that both ends have agreed on: a receive is posted after a header that
+//!   matches.
+//! * Gloo cannot abort, a wait that times out closes every connection, and the error names no rank.
+//!   So this crate implements the waits, and finds the missing ranks through the control
+//!   connections.
+//! * Gloo folds around a ring, so the result depends on the offset. So gloo only moves blocks
+//!   between pairs, and this crate's algorithms fold.
 //!
-//! A rank has three connections to each peer and one gloo thread. Data are not encrypted, and any process that can
-//! connect to a rank's ports while the group is made can disturb it, so use it only in trusted networks. Gloo writes to
-//! sockets that may be closed: the process must ignore `SIGPIPE`, as Rust programs do.
+//! A rank has three connections to each peer and one gloo thread. Data are not encrypted, and any
+//! process that can connect to a rank's ports while the group is made can disturb it, so use it
+//! only in trusted networks. Gloo writes to sockets that may be closed: the process must ignore
+//! `SIGPIPE`, as Rust programs do.
 //!
-//! Gloo's own rendezvous needs the host's name and a store without deadlines. So gloo only creates the sockets, and
-//! this crate exchanges their addresses through its store, which names missing ranks. The sockets are bound to the
-//! address by which this machine reaches the store.
+//! Gloo's own rendezvous needs the host's name and a store without deadlines. So gloo only creates
+//! the sockets, and this crate exchanges their addresses through its store, which names missing
+//! ranks. The sockets are bound to the address by which this machine reaches the store.
 
 mod mesh;
 mod stream;
@@ -78,12 +81,14 @@ fn mesh(joining: &Joining<'_>) -> Result<Mesh> {
     Ok(mesh)
 }
 
-/// Returns the address on which a rank listens. Ranks of a store without an address are on one machine.
+/// Returns the address on which a rank listens. Ranks of a store without an address are on one
+/// machine.
 fn ip(towards_the_store: Option<IpAddr>) -> IpAddr {
     towards_the_store.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
 }
 
-/// Returns an error if only some ranks listen on a loopback address, which other machines cannot reach.
+/// Returns an error if only some ranks listen on a loopback address, which other machines cannot
+/// reach.
 fn check_reach(ips: &[IpAddr]) -> Result<()> {
     let local = ips.iter().position(IpAddr::is_loopback);
     let other = ips.iter().position(|ip| !ip.is_loopback());

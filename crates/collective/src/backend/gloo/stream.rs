@@ -1,7 +1,8 @@
 //! A stream to one peer whose headers go over a socket and whose blocks go through gloo.
 //!
-//! A block is sent in pieces of [`PIECE`] bytes, so that a timeout applies to a piece. Gloo sends a message only after
-//! its receive has been posted, so a connection never carries a message that the receiver does not wait for.
+//! A block is sent in pieces of [`PIECE`] bytes, so that a timeout applies to a piece. Gloo sends a
+//! message only after its receive has been posted, so a connection never carries a message that the
+//! receiver does not wait for.
 
 #![expect(unsafe_code, reason = "lends memory to gloo until the call ends")]
 
@@ -42,8 +43,9 @@ impl Connections {
         self.mesh.lock().clone().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    /// Closes the connections after a failure, because gloo's thread spins on a connection that receives a message for
-    /// a freed buffer. Closing waits 10 ms for gloo's thread, so it runs on a separate thread.
+    /// Closes the connections after a failure, because gloo's thread spins on a connection that
+    /// receives a message for a freed buffer. Closing waits 10 ms for gloo's thread, so it runs on
+    /// a separate thread.
     pub(super) fn close(&self) {
         if let Some(mesh) = self.mesh.lock().take() {
             let close = std::thread::Builder::new().name("gloo-close".into());
@@ -106,7 +108,8 @@ impl GlooStream {
         Self { socket, connections, peer, transfers: [None, None] }
     }
 
-    /// Starts the transfer of a block, or continues the current one; returns the number of bytes newly transferred.
+    /// Starts the transfer of a block, or continues the current one; returns the number of bytes
+    /// newly transferred.
     fn progress(&mut self, direction: Direction, body: Span<'_>) -> io::Result<usize> {
         if body.len() == 0 {
             return Ok(0);
@@ -115,8 +118,8 @@ impl GlooStream {
         let transfer = match place {
             Some(transfer) => transfer,
             None => {
-                // SAFETY: the memory is borrowed until all of it is counted or the call ends. Only the transfer's
-                // buffer uses it, and the transfer is dropped in both cases.
+                // SAFETY: the memory is borrowed until all of it is counted or the call ends. Only
+                // the transfer's buffer uses it, and the transfer is dropped in both cases.
                 let memory = unsafe { Span::new(body.ptr(), body.len()) };
                 let buffer = Buffer::new(&self.connections.mesh()?, memory)?;
                 for start in (0..body.len()).step_by(PIECE) {

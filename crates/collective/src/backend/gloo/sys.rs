@@ -41,7 +41,8 @@ unsafe extern "C" {
         capacity: usize,
         len: *mut usize,
     ) -> c_int;
-    /// Connects to the peer at the address; blocks until the peer has connected, too, or for the timeout.
+    /// Connects to the peer at the address; blocks until the peer has connected, too, or for the
+    /// timeout.
     pub(super) fn gloo_shim_mesh_connect(
         mesh: *mut Mesh,
         peer: c_int,
@@ -74,7 +75,7 @@ unsafe extern "C" {
         offset: usize,
         len: usize,
     ) -> c_int;
-    /// Takes the completion of one message; waits at most `micros` for it. If there is none, nothing changes, unlike
-    /// with gloo's own waits.
+    /// Takes the completion of one message; waits at most `micros` for it. If there is none,
+    /// nothing changes, unlike with gloo's own waits.
     pub(super) fn gloo_shim_wait(buffer: *mut Buffer, received: c_int, micros: u32) -> c_int;
 }

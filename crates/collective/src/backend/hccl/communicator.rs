@@ -1,13 +1,14 @@
 //! Safe wrapper of `HcclComm`.
 //!
-//! The collectives of a list are enqueued in list order, which is the same on all ranks. Its point-to-point messages
-//! follow in waves: the first to and from each peer, then the second, and so on. So one `HcclBatchSendRecv` never
-//! contains two messages to, or two from, the same peer, and both ranks put a message in the same wave. A message of a
-//! rank to itself is a copy. Empty operations are skipped.
+//! The collectives of a list are enqueued in list order, which is the same on all ranks. Its
+//! point-to-point messages follow in waves: the first to and from each peer, then the second, and
+//! so on. So one `HcclBatchSendRecv` never contains two messages to, or two from, the same peer,
+//! and both ranks put a message in the same wave. A message of a rank to itself is a copy. Empty
+//! operations are skipped.
 //!
-//! Invariant: calls on one communicator are made one at a time (`calls`), except `HcclGetCommAsyncError`, which may run
-//! concurrently. It is destroyed at most once, when no call is running and none of its operations is in a stream. If
-//! that cannot be ensured, it is leaked.
+//! Invariant: calls on one communicator are made one at a time (`calls`), except
+//! `HcclGetCommAsyncError`, which may run concurrently. It is destroyed at most once, when no call
+//! is running and none of its operations is in a stream. If that cannot be ensured, it is leaked.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -66,8 +67,8 @@ impl Communicator {
         let hccl_config = comm_config(name);
         let mut raw = HcclComm::NULL;
         let entered = device.enter()?;
-        // SAFETY: hccl.h, `HcclCommInitRootInfoConfig`: reads rank 0's root info and a configuration
-        // whose `size` field is correct; writes one handle; the device is current.
+        // SAFETY: hccl.h, `HcclCommInitRootInfoConfig`: reads rank 0's root info and a
+        // configuration whose `size` field is correct; writes one handle; the device is current.
         let made = unsafe {
             hccl.HcclCommInitRootInfoConfig(ranks, root, at, &raw const hccl_config, &raw mut raw)
         };
@@ -94,8 +95,8 @@ impl Communicator {
         result.map_err(|error| self.device.tables.error(error))
     }
 
-    /// Enqueues the steps in the stream. The caller holds the lock. Adds memory that the steps need until they have
-    /// completed to `kept`.
+    /// Enqueues the steps in the stream. The caller holds the lock. Adds memory that the steps need
+    /// until they have completed to `kept`.
     ///
     /// # Safety
     ///
@@ -115,8 +116,8 @@ impl Communicator {
                 let mine = op.root.is_none_or(|root| root == self.rank);
                 if op.op == Some(ReduceOp::Avg) && self.world > 1 && mine {
                     let sums = (output, op.output_count(self.world), op.dtype);
-                    // SAFETY: the operation's output, after it in the stream; `supports` has checked the
-                    // type.
+                    // SAFETY: the operation's output, after it in the stream; `supports` has
+                    // checked the type.
                     kept.extend(unsafe { mean::divide(&self.device, sums, self.world, stream) }?);
                 }
             }
@@ -127,8 +128,8 @@ impl Communicator {
         for wave in &mut waves {
             let (items, count) = (wave.as_mut_ptr(), narrow(wave.len())?);
             let (hccl, stream) = (&self.device.tables.hccl, AclrtStream(stream.as_raw()));
-            // SAFETY: hccl.h, `HcclBatchSendRecv`: reads `count` items; not ended, and no concurrent
-            // call; memory and stream are as promised.
+            // SAFETY: hccl.h, `HcclBatchSendRecv`: reads `count` items; not ended, and no
+            // concurrent call; memory and stream are as promised.
             self.check(unsafe { hccl.HcclBatchSendRecv(items, count, self.raw, stream) })?;
         }
         Ok(())
@@ -152,8 +153,8 @@ impl Communicator {
         let by = op.op.map_or(Ok(HcclReduceOp::SUM), |by| reduce_op(op.dtype, by))?;
         self.check(match op.verb {
             Verb::AllReduce => {
-                // SAFETY: hccl.h: not ended, and no concurrent call; memory, its length and the stream are as
-                // promised. Input and output may be the same, here and below.
+                // SAFETY: hccl.h: not ended, and no concurrent call; memory, its length and the
+                // stream are as promised. Input and output may be the same, here and below.
                 unsafe { hccl.HcclAllReduce(from, to, count, of, by, comm, stream) }
             }
             Verb::Reduce => {
@@ -220,12 +221,13 @@ impl Communicator {
         !std::mem::replace(&mut *self.ended.write(), true)
     }
 
-    /// Destroys the communicator. Only after [`mark_ended`](Self::mark_ended) has returned true, while no call is
-    /// running and no operation is in a stream.
+    /// Destroys the communicator. Only after [`mark_ended`](Self::mark_ended) has returned true,
+    /// while no call is running and no operation is in a stream.
     fn destroy(&self) {
         let _entered = self.device.enter();
-        // SAFETY: hccl.h, `HcclCommDestroy`: once, because `mark_ended` returns true once; the callers ensure that
-        // no call is running and no operation is in a stream. Errors are ignored.
+        // SAFETY: hccl.h, `HcclCommDestroy`: once, because `mark_ended` returns true once; the
+        // callers ensure that no call is running and no operation is in a stream. Errors are
+        // ignored.
         drop(unsafe { self.device.tables.hccl.HcclCommDestroy(self.raw) });
     }
 }
@@ -288,15 +290,16 @@ impl device::Communicator for Communicator {
         if !self.mark_ended() {
             return Ok(true);
         }
-        // HCCL cannot abort a running call. `ended` refuses new ones, so none is running once the lock is free.
+        // HCCL cannot abort a running call. `ended` refuses new ones, so none is running once the
+        // lock is free.
         let Some(guard) = self.calls.try_lock_for(CALL_TIMEOUT) else { return Ok(false) };
         drop(guard);
         let deadline = Instant::now() + DRAIN_TIMEOUT;
         if self.device_abort && under_way() {
             let (acl, timeout_ms) = (&self.device.tables.acl, DRAIN_TIMEOUT.as_millis() as u32);
             let entered = self.device.enter();
-            // SAFETY: acl_rt.h, `aclrtDeviceTaskAbort`: a device of this process. If the function fails
-            // or is missing, the streams complete or time out by themselves.
+            // SAFETY: acl_rt.h, `aclrtDeviceTaskAbort`: a device of this process. If the function
+            // fails or is missing, the streams complete or time out by themselves.
             drop(unsafe { acl.aclrtDeviceTaskAbort(self.device.index, timeout_ms) });
             drop(entered);
         }
@@ -381,11 +384,13 @@ fn waves(rank: Rank, steps: &[DeviceStep]) -> Vec<Vec<HcclSendRecvItem>> {
     waves
 }
 
-/// Chips that cannot reduce bf16, by their AscendCL names. The names of their successors have a digit after the letter.
+/// Chips that cannot reduce bf16, by their AscendCL names. The names of their successors have a
+/// digit after the letter.
 const WITHOUT_BF16: [&str; 5] =
     ["Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA"];
 
-/// Returns the `HcclReduceOp`; for an average, that of a sum. Fails for types that HCCL does not reduce.
+/// Returns the `HcclReduceOp`; for an average, that of a sum. Fails for types that HCCL does not
+/// reduce.
 fn reduce_op(of: DType, by: ReduceOp) -> Result<HcclReduceOp> {
     let known =
         matches!(of, DType::I8 | DType::I32 | DType::I64 | DType::F16 | DType::Bf16 | DType::F32);

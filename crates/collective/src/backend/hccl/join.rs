@@ -1,8 +1,9 @@
-//! Rendezvous of a communicator's ranks: HCCL's root info over the host side, and an init with a deadline.
+//! Rendezvous of a communicator's ranks: HCCL's root info over the host side, and an init with a
+//! deadline.
 //!
-//! HCCL's init blocks until all ranks have joined or `HCCL_CONNECT_TIMEOUT` expires, and does not name a missing rank.
-//! So it runs on a separate thread, while the caller's thread polls the host side of the group and the deadline. It
-//! starts on a rank once all ranks are ready for it.
+//! HCCL's init blocks until all ranks have joined or `HCCL_CONNECT_TIMEOUT` expires, and does not
+//! name a missing rank. So it runs on a separate thread, while the caller's thread polls the host
+//! side of the group and the deadline. It starts on a rank once all ranks are ready for it.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};

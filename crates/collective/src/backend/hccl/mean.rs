@@ -1,9 +1,9 @@
-//! Average as a sum and a division: HCCL has no average, so CANN's operator `aclnnInplaceDivs` divides the sum in the
-//! same stream.
+//! Average as a sum and a division: HCCL has no average, so CANN's operator `aclnnInplaceDivs`
+//! divides the sum in the same stream.
 //!
-//! CANN's operators require tensors aligned to 32 bytes. A buffer may not be, so the tensor begins at the previous
-//! multiple of 32 and its elements at an offset. Device allocations are aligned to 64 bytes, so the bytes before the
-//! buffer belong to the same allocation. They are not accessed.
+//! CANN's operators require tensors aligned to 32 bytes. A buffer may not be, so the tensor begins
+//! at the previous multiple of 32 and its elements at an offset. Device allocations are aligned to
+//! 64 bytes, so the bytes before the buffer belong to the same allocation. They are not accessed.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -37,13 +37,13 @@ pub(super) fn available(tables: &Tables) -> Result<(&Nnop, &Ops)> {
     }
 }
 
-/// Divides `count` elements at `at` by `by`, in stream order. The device must be current. Returns the operator's
-/// workspace, which must be kept until the stream has completed the division.
+/// Divides `count` elements at `at` by `by`, in stream order. The device must be current. Returns
+/// the operator's workspace, which must be kept until the stream has completed the division.
 ///
 /// # Safety
 ///
-/// The elements are device memory that nothing else uses until the stream has completed the division, of a type that
-/// [`dtype`] supports. The stream is alive.
+/// The elements are device memory that nothing else uses until the stream has completed the
+/// division, of a type that [`dtype`] supports. The stream is alive.
 pub(super) unsafe fn divide(
     device: &Device,
     (at, count, of): (u64, usize, DType),
@@ -67,8 +67,8 @@ pub(super) unsafe fn divide(
     })?;
     let workspace = if bytes > 0 { Some(device.alloc(bytes)?) } else { None };
     let room = workspace.as_ref().map_or(ptr::null_mut(), Buffer::address);
-    // SAFETY: the workspace has the size of the plan, and the caller keeps it until the stream has completed the
-    // division; the elements by the caller's promise.
+    // SAFETY: the workspace has the size of the plan, and the caller keeps it until the stream has
+    // completed the division; the elements by the caller's promise.
     let run = unsafe { plan.run(room, AclrtStream(stream.as_raw())) };
     run.map(|()| workspace).map_err(check)
 }

@@ -1,11 +1,13 @@
-//! The part of AscendCL that this backend uses: a device's context, events, streams, memory, copies.
+//! The part of AscendCL that this backend uses: a device's context, events, streams, memory,
+//! copies.
 //!
-//! A [`Device`] uses a context that it does not own: the current one of the thread that joins the group, or the default
-//! one that `aclrtSetDevice` creates, which lasts as long as the process. Every call of CANN
-//! [enters](device::Device::enter) it first and restores the thread's context afterwards.
+//! A [`Device`] uses a context that it does not own: the current one of the thread that joins the
+//! group, or the default one that `aclrtSetDevice` creates, which lasts as long as the process.
+//! Every call of CANN [enters](device::Device::enter) it first and restores the thread's context
+//! afterwards.
 //!
-//! Invariant: an event is destroyed only after its stream has reached it and every stream that waits for it has passed
-//! the wait. Until then the device keeps it.
+//! Invariant: an event is destroyed only after its stream has reached it and every stream that
+//! waits for it has passed the wait. Until then the device keeps it.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -88,8 +90,8 @@ impl Device {
 
     fn record(&self, event: AclrtEvent, stream: DeviceStream) -> Result<()> {
         let stream = AclrtStream(stream.as_raw());
-        // SAFETY: acl_rt.h, `aclrtRecordEvent`: the event exists, in the context that is current; the
-        // stream is alive, as `DeviceStream::from_raw` requires.
+        // SAFETY: acl_rt.h, `aclrtRecordEvent`: the event exists, in the context that is current;
+        // the stream is alive, as `DeviceStream::from_raw` requires.
         self.check(unsafe { self.tables.acl.aclrtRecordEvent(event, stream) })
     }
 
@@ -102,8 +104,8 @@ impl Device {
             let over = events.iter().all(|&raw| matches!(self.reached(raw), Ok(true)));
             if over {
                 events.iter().for_each(|&raw| {
-                    // SAFETY: acl_rt.h, `aclrtDestroyEvent`: an event that exists, destroyed once; it has
-                    // been reached, and all waits for it have passed. Errors are ignored.
+                    // SAFETY: acl_rt.h, `aclrtDestroyEvent`: an event that exists, destroyed once;
+                    // it has been reached, and all waits for it have passed. Errors are ignored.
                     drop(unsafe { self.tables.acl.aclrtDestroyEvent(raw) });
                 });
             }
@@ -141,7 +143,8 @@ impl device::Device for Device {
 
     fn stream(self: &Arc<Self>) -> Result<(DeviceStream, Box<dyn Any + Send + Sync>)> {
         let stream = self.check(Stream::new(&self.context))?;
-        // SAFETY: a stream of this device. It lives as long as the second result, and until its work has completed.
+        // SAFETY: a stream of this device. It lives as long as the second result, and until its
+        // work has completed.
         Ok((unsafe { DeviceStream::from_raw(stream.raw().0) }, Box::new(stream)))
     }
 
@@ -209,8 +212,8 @@ impl Mark for Event {
         let guard = device.new_event()?;
         self.guards.lock().push(guard);
         let waiting = AclrtStream(stream.as_raw());
-        // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: the event exists; the stream is alive, by the caller's
-        // promise.
+        // SAFETY: acl_rt.h, `aclrtStreamWaitEvent`: the event exists; the stream is alive, by the
+        // caller's promise.
         device.check(unsafe { device.tables.acl.aclrtStreamWaitEvent(waiting, self.raw) })?;
         device.record(guard, stream)
     }

@@ -27,15 +27,16 @@ pub(super) struct Tables {
 type Loaded<T> = std::result::Result<T, LoadError>;
 
 impl Libraries {
-    /// Returns this process's libraries. The first call loads them; every call returns the same result.
+    /// Returns this process's libraries. The first call loads them; every call returns the same
+    /// result.
     ///
-    /// They are `libascendcl.so`, `libhccl.so`, `libnnopbase.so` and `libopapi.so` or its successors, in
-    /// `$ASCEND_HOME_PATH/lib64` or where the dynamic loader finds them.
+    /// They are `libascendcl.so`, `libhccl.so`, `libnnopbase.so` and `libopapi.so` or its
+    /// successors, in `$ASCEND_HOME_PATH/lib64` or where the dynamic loader finds them.
     ///
     /// # Errors
     ///
-    /// [`Error::Library`], the same at every call. Missing operators are not an error, but averages are unsupported
-    /// without them.
+    /// [`Error::Library`], the same at every call. Missing operators are not an error, but averages
+    /// are unsupported without them.
     pub fn global() -> Result<Self> {
         static LIBRARIES: OnceLock<Result<Libraries>> = OnceLock::new();
         let load = || {
@@ -53,7 +54,8 @@ impl Libraries {
     ///
     /// # Safety
     ///
-    /// `find` returns functions with the prototypes of CANN's headers, valid as long as the process lives.
+    /// `find` returns functions with the prototypes of CANN's headers, valid as long as the process
+    /// lives.
     pub unsafe fn from_symbols(
         find: &dyn Fn(&'static str) -> Option<NonNull<c_void>>,
     ) -> Result<Self> {

@@ -1,16 +1,17 @@
 //! A call in progress on this rank: entering, publishing, waiting.
 //!
-//! Entering publishes this rank's fingerprint, waits for those of all ranks and compares them; only then
-//! may data move. Even and odd operations alternate between two slots: a rank can enter operation `k + 2`
-//! only after all have entered `k + 1`, and so have finished `k`.
+//! Entering publishes this rank's fingerprint, waits for those of all ranks and compares them; only
+//! then may data move. Even and odd operations alternate between two slots: a rank can enter
+//! operation `k + 2` only after all have entered `k + 1`, and so have finished `k`.
 //!
-//! A wait polls a few times, spins while that is likely to help, yields the core, and finally sleeps on
-//! this rank's futex. A rank that publishes wakes the ranks that sleep. Every step checks for a failed
-//! group and for peers that left, and a wait ends at the group's timeout.
+//! A wait polls a few times, spins while that is likely to help, yields the core, and finally
+//! sleeps on this rank's futex. A rank that publishes wakes the ranks that sleep. Every step checks
+//! for a failed group and for peers that left, and a wait ends at the group's timeout.
 //!
-//! The cost of small operations is that of the cache lines that move between cores, plus any wait for a
-//! store to leave its core. So a rank publishes with Release and reads only the words of other ranks, and
-//! waiters issue the barrier between publishing and waking, so publishers need none.
+//! The cost of small operations is that of the cache lines that move between cores, plus any wait
+//! for a store to leave its core. So a rank publishes with Release and reads only the words of
+//! other ranks, and waiters issue the barrier between publishing and waking, so publishers need
+//! none.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -27,11 +28,11 @@ use crate::{BufferLocation, Error, OpDesc, Rank, Result, WaitPolicy};
 
 /// Polls before the clock is first read.
 pub(super) const POLLS: u32 = if cfg!(loom) { 1 } else { 200 };
-/// The same if every rank has its own core and its caller blocks: about as long as a peer on another
-/// chip takes to answer.
+/// The same if every rank has its own core and its caller blocks: about as long as a peer on
+/// another chip takes to answer.
 const POLLS_WITH_DEDICATED_CORE: u32 = if cfg!(loom) { 1 } else { 1000 };
-/// How long a blocking call spins if every rank has its own core. Longer gains nothing, since a yield on
-/// a free core takes less than a microsecond, and delays a peer that needs this core.
+/// How long a blocking call spins if every rank has its own core. Longer gains nothing, since a
+/// yield on a free core takes less than a microsecond, and delays a peer that needs this core.
 pub(super) const SPIN: Duration = Duration::from_micros(if cfg!(loom) { 0 } else { 1 });
 /// Longest sleep between checks, in case a crash loses a wake-up.
 pub(super) const MAX_SLEEP: Duration = Duration::from_millis(50);
@@ -39,7 +40,8 @@ pub(super) const MAX_SLEEP: Duration = Duration::from_millis(50);
 const MAX_SLEEP_UNFENCED: Duration = Duration::from_millis(1);
 /// Fingerprints are always compared, except in builds that measure the cost of comparing.
 const CHECKED: bool = cfg!(not(without_fingerprints));
-/// Up to this number of ranks, [`Call::spans`] uses the stack, because an allocation is too slow for small operations.
+/// Up to this number of ranks, [`Call::spans`] uses the stack, because an allocation is too slow
+/// for small operations.
 const FEW_RANKS: usize = 8;
 
 /// A call in progress on this rank.
@@ -93,7 +95,8 @@ impl<'a> Call<'a> {
         then(&few[..world])
     }
 
-    /// Publishes this rank's fingerprint, waits until all ranks have entered, and compares their calls.
+    /// Publishes this rank's fingerprint, waits until all ranks have entered, and compares their
+    /// calls.
     pub(super) fn enter(&self) -> Result<()> {
         let (segment, seq) = (self.segment(), self.seq);
         self.check_failure(Duration::ZERO)?;
@@ -133,8 +136,8 @@ impl<'a> Call<'a> {
         self.wait(who, &reached, staged)
     }
 
-    /// Waits until no rank reads the earlier contents of this rank's stage for a chunk; returns the first `len`
-    /// bytes of the stage.
+    /// Waits until no rank reads the earlier contents of this rank's stage for a chunk; returns the
+    /// first `len` bytes of the stage.
     pub(super) fn claim_stage(&self, chunk: u64, len: usize) -> Result<Span<'a>> {
         self.wait_for(0..self.world(), Counter::Drained, drained_before(chunk + 1))?;
         Ok(self.segment().stage(self.rank(), chunk, len))
@@ -167,8 +170,9 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Waits until `reached` holds for the ranks of `who`, but not for this one: a rank that reads what it has just
-    /// published waits for its store to leave the core. If it waits for staged chunks, `staged` is their count.
+    /// Waits until `reached` holds for the ranks of `who`, but not for this one: a rank that reads
+    /// what it has just published waits for its store to leave the core. If it waits for staged
+    /// chunks, `staged` is their count.
     fn wait(
         &self,
         who: Range<Rank>,
@@ -239,8 +243,8 @@ impl<'a> Call<'a> {
     /// Sleeps on this rank's futex, unless the wait is over.
     pub(super) fn sleep(&self, tick: Duration, is_over: impl FnOnce() -> bool) {
         let flag = self.segment().sleep_flag(self.rank());
-        // Either `is_over` sees what a peer published, or the peer, which reads the flag after publishing,
-        // sees it set.
+        // Either `is_over` sees what a peer published, or the peer, which reads the flag after
+        // publishing, sees it set.
         let tick = if self.segment().set_sleep_flag(self.rank()) {
             tick
         } else {

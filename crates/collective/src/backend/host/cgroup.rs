@@ -1,12 +1,13 @@
-//! Checks the memory limits of this process's control groups, because the kernel kills a process that
-//! exceeds them instead of refusing it memory.
+//! Checks the memory limits of this process's control groups, because the kernel kills a process
+//! that exceeds them instead of refusing it memory.
 
 use std::fs;
 use std::path::Path;
 
 use crate::{Error, Result};
 
-/// Files of a control group: limit, usage, and the rows of `memory.stat` that the kernel can reclaim.
+/// Files of a control group: limit, usage, and the rows of `memory.stat` that the kernel can
+/// reclaim.
 type Names = ([&'static str; 2], [&'static str; 2]);
 
 const V1: Names = (
@@ -31,8 +32,8 @@ fn check_groups(root: &Path, groups: &str, bytes: u64) -> Result<()> {
             list if list.split(',').any(|name| name == "memory") => (root.join("memory"), V1),
             _ => continue,
         };
-        // The limits of the enclosing groups hold as well. In a container, whose own group is the root,
-        // the groups below it may not be visible.
+        // The limits of the enclosing groups hold as well. In a container, whose own group is the
+        // root, the groups below it may not be visible.
         for group in Path::new(path.trim_start_matches('/')).ancestors() {
             let group = top.join(group);
             if let Some(left) = available(&group, names).filter(|&left| left < bytes) {

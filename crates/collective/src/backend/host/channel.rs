@@ -1,17 +1,19 @@
 //! A byte stream from one rank to another, through a ring buffer in shared memory.
 //!
-//! Every ordered pair of ranks has a ring and two byte counters, which only grow: bytes put in by the
-//! sender, and bytes taken out by the receiver. Each counter is stored by one side only, on its own cache
-//! lines. Each end keeps a private copy of its counter and reads only the other's, which is not trusted:
-//! a value that no correct peer could have stored is an error, and is never used as an offset.
+//! Every ordered pair of ranks has a ring and two byte counters, which only grow: bytes put in by
+//! the sender, and bytes taken out by the receiver. Each counter is stored by one side only, on its
+//! own cache lines. Each end keeps a private copy of its counter and reads only the other's, which
+//! is not trusted: a value that no correct peer could have stored is an error, and is never used as
+//! an offset.
 //!
-//! The ends never wait: they move as much data as they can and return the amount. Their user implements
-//! waiting and waking.
+//! The ends never wait: they move as much data as they can and return the amount. Their user
+//! implements waiting and waking.
 //!
-//! The memory of a ring is not reserved until one of its ends is created. So pairs that never communicate
-//! use no memory, and running out of memory is an error and not a signal.
+//! The memory of a ring is not reserved until one of its ends is created. So pairs that never
+//! communicate use no memory, and running out of memory is an error and not a signal.
 //!
-//! Used by the host backend's [`exchange`](super::exchange) and by the TCP backend within a machine.
+//! Used by the host backend's [`exchange`](super::exchange) and by the TCP backend within a
+//! machine.
 
 use crate::sync::atomic::Ordering;
 use std::io;
@@ -36,8 +38,8 @@ const RING_BYTES_PER_RANK: usize = 1 << 20;
 const COUNTERS: usize = 256;
 const PUT: usize = 0;
 const TAKEN: usize = 128;
-/// Offset of the word by which the receiver of a pair asks the sender to wake it, on a rarely written
-/// cache line next to the sender's counter.
+/// Offset of the word by which the receiver of a pair asks the sender to wake it, on a rarely
+/// written cache line next to the sender's counter.
 const ASLEEP: usize = 64;
 
 /// Layout of the rings of `world` ranks in a mapping: all counters, then all rings.
@@ -62,8 +64,8 @@ impl Layout {
         self.rings + self.world * self.world * self.ring
     }
 
-    /// Offset of the word, initially 0, by which `sleeper` asks `waker` to wake it. Valid once an end of
-    /// the channel between them exists.
+    /// Offset of the word, initially 0, by which `sleeper` asks `waker` to wake it. Valid once an
+    /// end of the channel between them exists.
     pub(in crate::backend) fn asleep(&self, sleeper: Rank, waker: Rank) -> usize {
         self.base + self.pair(waker, sleeper) * COUNTERS + ASLEEP
     }
@@ -74,7 +76,8 @@ impl Layout {
     }
 }
 
-/// One end of a channel: the sender, which copies into the ring, or the receiver, which copies out of it.
+/// One end of a channel: the sender, which copies into the ring, or the receiver, which copies out
+/// of it.
 #[derive(Debug)]
 pub(in crate::backend) struct End {
     map: Arc<Mapping>,
@@ -82,7 +85,8 @@ pub(in crate::backend) struct End {
     counters: [usize; 2],
     ring: usize,
     bytes: usize,
-    /// By how much this end may be ahead of the other: the size of the ring for the sender, 0 for the receiver.
+    /// By how much this end may be ahead of the other: the size of the ring for the sender, 0 for
+    /// the receiver.
     ahead: u64,
     /// This end's counter; `publish` stores it for the other end.
     own: u64,
@@ -129,7 +133,8 @@ impl End {
         (self.seen + self.ahead - self.own) as usize
     }
 
-    /// Bytes that this end can move. Reads the other's counter only if fewer than `wanted` are known.
+    /// Bytes that this end can move. Reads the other's counter only if fewer than `wanted` are
+    /// known.
     pub(in crate::backend) fn available(&mut self, wanted: usize) -> io::Result<usize> {
         if self.known() < wanted {
             // Acquire and SeqCst: pairs with `publish`.
@@ -163,8 +168,8 @@ impl End {
 
     /// Makes copied bytes, or the space that they have left, available to the other end.
     pub(in crate::backend) fn publish(&self) {
-        // Release: pairs with the Acquire in `available`; the copies before it are done. SeqCst, so that a
-        // peer that reads it after setting its sleep flag sees it, or is woken.
+        // Release: pairs with the Acquire in `available`; the copies before it are done. SeqCst, so
+        // that a peer that reads it after setting its sleep flag sees it, or is woken.
         self.map.word(self.counters[0]).store(self.own, Ordering::SeqCst);
     }
 }

@@ -1,9 +1,10 @@
 //! Large operations on private memory, chunk by chunk: copy into a stage, reduce, copy out.
 //!
-//! For each chunk a rank copies the data that others need into its stage, waits until they have done the same,
-//! reduces its shard over all ranks' stages in rank order, and stores the result at the shard's position
-//! in its own stage, from which the others copy it. Each rank has several stages and stages the next
-//! chunk before it waits for this one, so it rarely waits for peers that run at the same speed.
+//! For each chunk a rank copies the data that others need into its stage, waits until they have
+//! done the same, reduces its shard over all ranks' stages in rank order, and stores the result at
+//! the shard's position in its own stage, from which the others copy it. Each rank has several
+//! stages and stages the next chunk before it waits for this one, so it rarely waits for peers that
+//! run at the same speed.
 
 use super::call::Call;
 use super::segment::{CHUNK_BYTES, Counter};
@@ -13,8 +14,8 @@ use crate::{ReduceOp, Result, simd};
 /// Bytes reduced at a time if the result is then copied past the caches.
 const FOLD_BYTES: usize = 16 << 10;
 
-/// Largest buffer that each of two ranks reduces whole, which takes one wait less. Above that, reducing one half each is
-/// faster: a rank then reads its own buffer once instead of twice.
+/// Largest buffer that each of two ranks reduces whole, which takes one wait less. Above that,
+/// reducing one half each is faster: a rank then reads its own buffer once instead of twice.
 pub(super) const PAIR_BYTES: usize = 64 << 10;
 
 /// The chunks of a call; its chunk `i` is chunk `first + i` of the group.
@@ -47,7 +48,8 @@ impl Chunks {
         buf.part(start, len)
     }
 
-    /// Enters, calls `rest` for each chunk and publishes it as drained. `stage` is called one chunk ahead.
+    /// Enters, calls `rest` for each chunk and publishes it as drained. `stage` is called one chunk
+    /// ahead.
     fn pipeline(
         &self,
         call: &Call<'_>,
@@ -85,7 +87,8 @@ pub(super) fn reduce(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
     by_shards(call, buf, is_root, |own, stage| [if is_root { own } else { stage }])
 }
 
-/// `outs` chooses, from this rank's shard of the buffer and of the stage, where the result is stored.
+/// `outs` chooses, from this rank's shard of the buffer and of the stage, where the result is
+/// stored.
 fn by_shards<const N: usize>(
     call: &mut Call<'_>,
     buf: Span<'_>,
@@ -129,7 +132,8 @@ fn by_shards<const N: usize>(
 
 /// Between two ranks, two steps per chunk: both stage the whole chunk, both reduce the whole chunk.
 ///
-/// The same number of bytes moves between cores as if each reduced one half and copied the other, with one wait less.
+/// The same number of bytes moves between cores as if each reduced one half and copied the other,
+/// with one wait less.
 pub(super) fn all_reduce_pair(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
     let chunks = Chunks::new(call, buf.len(), CHUNK_BYTES);
     let (call, segment, rank) = (&*call, call.segment(), call.rank());
@@ -198,7 +202,8 @@ pub(super) fn all_gather(call: &mut Call<'_>, input: Span<'_>, output: Span<'_>)
     })
 }
 
-/// Two steps per chunk: the root stages, the others copy. The root runs ahead by the number of stages.
+/// Two steps per chunk: the root stages, the others copy. The root runs ahead by the number of
+/// stages.
 pub(super) fn broadcast(call: &mut Call<'_>, buf: Span<'_>) -> Result<()> {
     let chunks = Chunks::new(call, buf.len(), CHUNK_BYTES);
     let root = call.desc.root.expect("a broadcast has a root");

@@ -1,13 +1,13 @@
 //! Point-to-point messages, moved concurrently.
 //!
-//! A message is a header with verb, type and count, which the receiver compares with the message that it
-//! expects before it takes a byte, and the data. It goes through a [`PeerQueue`] as over TCP, over a pair
-//! of [channels](super::channel). One loop moves a piece of every queue at a time, so that no order of
-//! the transfers can deadlock.
+//! A message is a header with verb, type and count, which the receiver compares with the message
+//! that it expects before it takes a byte, and the data. It goes through a [`PeerQueue`] as over
+//! TCP, over a pair of [channels](super::channel). One loop moves a piece of every queue at a time,
+//! so that no order of the transfers can deadlock.
 //!
-//! If nothing moves, the rank waits by the steps of [`call`](super::call). A wait ends when the group has
-//! failed, when a peer has left, or when a peer has moved nothing for the timeout; data that arrived
-//! before are received first.
+//! If nothing moves, the rank waits by the steps of [`call`](super::call). A wait ends when the
+//! group has failed, when a peer has left, or when a peer has moved nothing for the timeout; data
+//! that arrived before are received first.
 
 use crate::sync::atomic::Ordering;
 use std::io;
@@ -186,8 +186,8 @@ fn failure(call: &Call<'_>, exchanges: &[PeerExchange<'_>], waited: Duration) ->
     if let Some(left) = exchanges.iter().find(|exchange| segment.has_left(exchange.peer)) {
         return Some(call.left(left.peer));
     }
-    // The peer of a message has entered an operation of all ranks instead. Acquire: pairs with the entry's
-    // Release; the fingerprint can be read.
+    // The peer of a message has entered an operation of all ranks instead. Acquire: pairs with the
+    // entry's Release; the fingerprint can be read.
     let entered = |exchange: &&PeerExchange<'_>| {
         let entry = segment.entry(exchange.peer, call.next);
         call.desc.verb == Verb::Batch && entry.load(Ordering::Acquire) > call.next

@@ -1,7 +1,7 @@
 //! Operations of up to 8 KiB in one step: each rank writes its slot and reads all slots.
 //!
-//! The entry that publishes the fingerprint also publishes the slot, so there is one wait. A rank writes
-//! its input once and reads the `n` inputs.
+//! The entry that publishes the fingerprint also publishes the slot, so there is one wait. A rank
+//! writes its input once and reads the `n` inputs.
 
 use super::call::Call;
 use super::segment::FLAT_BYTES;
@@ -9,8 +9,8 @@ use crate::memory::Span;
 use crate::memory::copy;
 use crate::{Result, Verb, simd};
 
-/// Most bytes that a rank reads in a reduction of one step. Above that each rank reduces its shard, which needs two
-/// more waits, but reads the bytes of two inputs instead of all.
+/// Most bytes that a rank reads in a reduction of one step. Above that each rank reduces its shard,
+/// which needs two more waits, but reads the bytes of two inputs instead of all.
 const READ_BYTES: usize = 32 << 10;
 
 /// Returns the largest input, in bytes, for which one step is used.

@@ -1,16 +1,16 @@
 //! The default backend: ranks of one machine over one shared segment.
 //!
-//! Ranks that are threads ([`threads`]) and ranks that are processes ([`shm`]) differ only in how they
-//! map the segment and detect deaths. Every rank has its own mapping of the same memory and enters each
-//! operation with its fingerprint ([`call`]). Then it runs one of three algorithms ([`flat`],
-//! [`chunked`], [`in_place`]), or exchanges messages with single peers ([`exchange`]) through a channel
-//! per pair ([`channel`]).
+//! Ranks that are threads ([`threads`]) and ranks that are processes ([`shm`]) differ only in how
+//! they map the segment and detect deaths. Every rank has its own mapping of the same memory and
+//! enters each operation with its fingerprint ([`call`]). Then it runs one of three algorithms
+//! ([`flat`], [`chunked`], [`in_place`]), or exchanges messages with single peers ([`exchange`])
+//! through a channel per pair ([`channel`]).
 //!
-//! The invariant of all of them: data areas of the segment are accessed through raw pointers only. A rank
-//! stores only into its own areas, after all readers have finished with the earlier contents, and
-//! publishes data with a counter that readers wait for. The one exception is the in-place algorithm: a
-//! rank stores into its shard of every rank's shared buffer, after all ranks have entered and before it
-//! publishes that it is done.
+//! The invariant of all of them: data areas of the segment are accessed through raw pointers only.
+//! A rank stores only into its own areas, after all readers have finished with the earlier
+//! contents, and publishes data with a counter that readers wait for. The one exception is the
+//! in-place algorithm: a rank stores into its shard of every rank's shared buffer, after all ranks
+//! have entered and before it publishes that it is done.
 
 #![expect(unsafe_code, reason = "returns memory that the ranks share")]
 
@@ -68,8 +68,8 @@ pub(crate) struct Host {
     channels: Mutex<Channels>,
 }
 
-/// Sequence numbers and shared buffers; between operations equal on all ranks, except fields documented
-/// as per-rank.
+/// Sequence numbers and shared buffers; between operations equal on all ranks, except fields
+/// documented as per-rank.
 #[derive(Debug, Default)]
 struct HostState {
     /// Sequence number of the next operation of all ranks.
@@ -168,7 +168,8 @@ impl Host {
         let first = (0, self.root_pid);
         let map = shared::make(self, op, (own, self.world(), stride), first, |fd| {
             if own == 0 {
-                // Release: pairs with the Acquire below, though the barrier between them orders them already.
+                // Release: pairs with the Acquire below, though the barrier between them orders
+                // them already.
                 number.store(fd, Ordering::Release);
             }
             enter()?;
@@ -264,8 +265,8 @@ pub(super) fn open_fd_of(pid: u32, number: u64) -> Result<Option<std::fs::File>>
     }
 }
 
-/// Whether a process that started at this time is known to run. Takes a while if it does, because it may be about to
-/// end.
+/// Whether a process that started at this time is known to run. Takes a while if it does, because
+/// it may be about to end.
 pub(crate) fn is_running(pid: u32, started: u64) -> bool {
     start_time(pid).is_ok_and(|time| time == started) && !is_ending(pid)
 }

@@ -1,9 +1,10 @@
 //! Loom models of the shared segment's flags, counters and futexes.
 //!
-//! Built only with `--cfg loom`. A model has a real mapping, but replaces each word of the layout by a
-//! loom atomic that all mappings of the model share. A futex is a lock and a condition variable, without
-//! timeouts, so that a lost wake-up is a deadlock. All code above that is the code that ships:
-//! [`Segment`](super::segment::Segment), [`Call`](super::call::Call) and [`Host`](super::Host).
+//! Built only with `--cfg loom`. A model has a real mapping, but replaces each word of the layout
+//! by a loom atomic that all mappings of the model share. A futex is a lock and a condition
+//! variable, without timeouts, so that a lost wake-up is a deadlock. All code above that is the
+//! code that ships: [`Segment`](super::segment::Segment), [`Call`](super::call::Call) and
+//! [`Host`](super::Host).
 //!
 //! Not modelled: data in stages and slots, which are published like the fingerprints.
 

@@ -1,13 +1,13 @@
 //! Robust futexes, which report the death of a process before the kernel unmaps its memory.
 //!
-//! A pidfd or a socket reports a killed process only after the kernel has unmapped its memory, which
-//! takes longer the more of it there is. Before that the kernel marks the robust futexes that the
-//! process's threads hold with `FUTEX_OWNER_DIED` and wakes a waiter of each
-//! (linux/Documentation/locking/robust-futexes.rst). So a thread of every rank holds one word in the
-//! segment as a robust futex, and sleeps on those of the other ranks.
+//! A pidfd or a socket reports a killed process only after the kernel has unmapped its memory,
+//! which takes longer the more of it there is. Before that the kernel marks the robust futexes that
+//! the process's threads hold with `FUTEX_OWNER_DIED` and wakes a waiter of each
+//! (linux/Documentation/locking/robust-futexes.rst). So a thread of every rank holds one word in
+//! the segment as a robust futex, and sleeps on those of the other ranks.
 //!
-//! The kernel wakes only one waiter, which reports the death to the other ranks. If that rank is killed
-//! at this moment, its own word wakes another rank, which then sees both deaths.
+//! The kernel wakes only one waiter, which reports the death to the other ranks. If that rank is
+//! killed at this moment, its own word wakes another rank, which then sees both deaths.
 
 #![expect(unsafe_code, reason = "system calls")]
 
@@ -59,8 +59,8 @@ struct RobustList {
 struct Entry(*const RobustList);
 
 impl<'a> RobustFutex<'a> {
-    /// Acquires the word; returns `None` if another thread holds it or has died with it. The thread must hold no other
-    /// robust futex.
+    /// Acquires the word; returns `None` if another thread holds it or has died with it. The thread
+    /// must hold no other robust futex.
     pub(super) fn new(word: &'a AtomicU32) -> Option<Self> {
         let thread = gettid().as_raw_nonzero().get().cast_unsigned();
         // `FUTEX_WAITERS`, so that the kernel wakes a waiter.
@@ -97,8 +97,8 @@ fn set_robust_list(head: *const RobustList) {
 }
 
 /// Sleeps until one of at most [`MAX_WORDS`] words is woken, `tick` has passed or a signal arrives;
-/// returns at once if a word does not have the given value. Fails before Linux 5.16, and where a seccomp
-/// filter refuses it.
+/// returns at once if a word does not have the given value. Fails before Linux 5.16, and where a
+/// seccomp filter refuses it.
 pub(super) fn wait_any(words: &[(&AtomicU32, u32)], tick: Duration) -> io::Result<()> {
     let waiter = |&(word, value): &(&AtomicU32, u32)| {
         let mut waiter = futex::Wait::new();
@@ -154,7 +154,8 @@ mod tests {
         assert!(RobustFutex::new(&word).is_none());
     }
 
-    /// Some containers filter the system call. If that counted as a wake-up, the monitor would spin.
+    /// Some containers filter the system call. If that counted as a wake-up, the monitor would
+    /// spin.
     #[test]
     fn a_wait_refused_by_seccomp_is_an_error() {
         let refused = std::thread::spawn(|| {

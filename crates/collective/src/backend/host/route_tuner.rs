@@ -1,22 +1,25 @@
-//! Chooses how a rank copies into its stage: through the caches, or past them with non-temporal stores.
+//! Chooses how a rank copies into its stage: through the caches, or past them with non-temporal
+//! stores.
 //!
-//! A stage that a peer has read is in the peer's cache, and storing into it moves every line back. If
-//! the two cores share a cache, that costs almost nothing. Between chips it costs ten times as much as
-//! storing past the caches, after which the peer reads from memory. A program cannot know where its peer
-//! runs, and that changes: the system moves threads, a hypervisor moves cores. So each rank times its
-//! copies, occasionally one by the other route, and uses the faster route. Ranks may use different
-//! routes, because readers see no difference.
+//! A stage that a peer has read is in the peer's cache, and storing into it moves every line back.
+//! If the two cores share a cache, that costs almost nothing. Between chips it costs ten times as
+//! much as storing past the caches, after which the peer reads from memory. A program cannot know
+//! where its peer runs, and that changes: the system moves threads, a hypervisor moves cores. So
+//! each rank times its copies, occasionally one by the other route, and uses the faster route.
+//! Ranks may use different routes, because readers see no difference.
 
 use std::cell::Cell;
 use std::time::Instant;
 
 use crate::memory::Route;
 
-/// Streaming is used if a cached copy takes this many times as long; the reader then waits for memory.
+/// Streaming is used if a cached copy takes this many times as long; the reader then waits for
+/// memory.
 const STREAM_RATIO: f32 = 3.0;
 /// One chunk in this many takes the other route, to measure it.
 const EXPLORE: u64 = 256;
-/// The first such chunk; by then all stages have been written. The next ones, too, until the other route is known.
+/// The first such chunk; by then all stages have been written. The next ones, too, until the other
+/// route is known.
 const FIRST: u64 = 64;
 /// One chunk in this many is timed.
 const TIMED: u64 = 4;

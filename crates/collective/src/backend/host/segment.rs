@@ -1,7 +1,7 @@
 //! The shared segment of a group: entries, sleep flags, failures, staging areas and channels.
 //!
-//! Layout, in bytes. Every word that one rank writes and others wait for is on that rank's own cache
-//! lines.
+//! Layout, in bytes. Every word that one rank writes and others wait for is on that rank's own
+//! cache lines.
 //!
 //! ```text
 //! 0          header page: +0 magic, +8 world size, +64 poison, +128 shared file's descriptor
@@ -18,8 +18,9 @@
 //! channels   a ring per ordered pair of ranks, see [`channel`](super::channel)
 //! ```
 //!
-//! A rank stores only into its own area, slots and stages, except the poison word (1 + the first rank that
-//! reports a failure) and the sleep flags (set by the sleeper, cleared by the rank that wakes it).
+//! A rank stores only into its own area, slots and stages, except the poison word (1 + the first
+//! rank that reports a failure) and the sleep flags (set by the sleeper, cleared by the rank that
+//! wakes it).
 
 use std::ffi::CStr;
 use std::os::fd::OwnedFd;
@@ -42,7 +43,8 @@ use crate::{Error, Rank, Result};
 pub(super) const MAX_RANKS: usize = 256;
 /// Largest payload of a slot.
 pub(super) const FLAT_BYTES: usize = if cfg!(loom) { 64 } else { 8 << 10 };
-/// Bytes of a stage, which holds one chunk. `small_stages` is for measurements, see `benches/README.md`.
+/// Bytes of a stage, which holds one chunk. `small_stages` is for measurements, see
+/// `benches/README.md`.
 pub(super) const CHUNK_BYTES: usize = if cfg!(loom) {
     64
 } else if cfg!(small_stages) {
@@ -137,7 +139,8 @@ impl Segment {
         self.map.reserve(stages(self.world) + rank * STAGES_BYTES, STAGES_BYTES)
     }
 
-    /// Creates all ranks' views of a new segment, for loom models, in which publishers issue the barriers.
+    /// Creates all ranks' views of a new segment, for loom models, in which publishers issue the
+    /// barriers.
     #[cfg(loom)]
     pub(super) fn for_model(world: usize) -> Result<Vec<Self>> {
         let bytes = Self::bytes(world);
@@ -178,8 +181,8 @@ impl Segment {
 
     /// Whether a rank's fingerprint equals `expected`; valid once the rank's entry has been seen.
     ///
-    /// Compares word by word: a wide load of words that were just stored separately stalls until the
-    /// stores have left the core.
+    /// Compares word by word: a wide load of words that were just stored separately stalls until
+    /// the stores have left the core.
     pub(super) fn has_fingerprint(&self, rank: Rank, expected: &Fingerprint) -> bool {
         let words = expected.words();
         let slot = self.map.words(self.slot(rank, expected.seq) + 8);
@@ -202,9 +205,9 @@ impl Segment {
 
     /// The `len` bytes of a rank's stage that a chunk of this length uses.
     ///
-    /// Small chunks use the parts of a stage in rotation, so that the whole stage is used whatever their
-    /// size: bytes that were staged long ago have left the peers' caches, and storing there is twice as
-    /// fast.
+    /// Small chunks use the parts of a stage in rotation, so that the whole stage is used whatever
+    /// their size: bytes that were staged long ago have left the peers' caches, and storing there
+    /// is twice as fast.
     pub(super) fn stage(&self, rank: Rank, chunk: u64, len: usize) -> Span<'_> {
         assert!(rank < self.world, "a rank of the group");
         let offset = rank * STAGES_BYTES + (chunk % STAGES) as usize * CHUNK_BYTES;
@@ -233,8 +236,8 @@ impl Segment {
     }
 
     pub(super) fn has_left(&self, rank: Rank) -> bool {
-        // Acquire: pairs with `leave`; what the rank did before it left is visible. SeqCst, so that a
-        // rank that checks after setting its sleep flag sees it, or is woken; see `wake`.
+        // Acquire: pairs with `leave`; what the rank did before it left is visible. SeqCst, so that
+        // a rank that checks after setting its sleep flag sees it, or is woken; see `wake`.
         self.map.word(self.rank_area(rank) + LEFT).load(Ordering::SeqCst) != 0
     }
 
@@ -297,11 +300,12 @@ impl Segment {
     }
 
     /// Barrier between a rank's Release store that others may wait for and its calls of
-    /// [`wake`](Self::wake): a rank that is about to sleep sees the store, or its sleep flag is seen.
+    /// [`wake`](Self::wake): a rank that is about to sleep sees the store, or its sleep flag is
+    /// seen.
     pub(super) fn fence_publisher(&self) {
         if self.waiters_issue_barrier {
-            // Pairs with the `membarrier` in `set_sleep_flag`, which interrupts this thread if it runs. A
-            // full fence here would cost every operation.
+            // Pairs with the `membarrier` in `set_sleep_flag`, which interrupts this thread if it
+            // runs. A full fence here would cost every operation.
             compiler_fence(Ordering::SeqCst);
         } else {
             fence(Ordering::SeqCst);
@@ -317,10 +321,10 @@ impl Segment {
         sys::global_membarrier()
     }
 
-    /// Wakes a rank if it sleeps. Called after a store that the rank may wait for and a SeqCst fence (or
-    /// [`fence_publisher`](Self::fence_publisher)). The sleeper has a fence between setting its flag and
-    /// its last check. One of the two fences is first: either this sees the flag, or the sleeper sees the
-    /// store.
+    /// Wakes a rank if it sleeps. Called after a store that the rank may wait for and a SeqCst
+    /// fence (or [`fence_publisher`](Self::fence_publisher)). The sleeper has a fence between
+    /// setting its flag and its last check. One of the two fences is first: either this sees the
+    /// flag, or the sleeper sees the store.
     pub(super) fn wake(&self, rank: Rank) {
         let flag = self.sleep_flag(rank);
         if flag.load(Ordering::SeqCst) != 0 && flag.swap(0, Ordering::SeqCst) != 0 {

@@ -1,8 +1,9 @@
 //! Shared buffers: memory of [`alloc`](crate::ProcessGroup::alloc), which ranks of one machine map.
 //!
-//! A buffer is an unnamed file with a part for each rank. One rank creates it, and the others open its
-//! descriptor through `/proc`. A rank stores into a peer's part only during an operation that the peer has
-//! entered with the same buffer. After a failed operation peers can no longer store into its part.
+//! A buffer is an unnamed file with a part for each rank. One rank creates it, and the others open
+//! its descriptor through `/proc`. A rank stores into a peer's part only during an operation that
+//! the peer has entered with the same buffer. After a failed operation peers can no longer store
+//! into its part.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -110,10 +111,10 @@ pub(in crate::backend) fn stride(op: &OpDesc, ranks: usize) -> Result<usize> {
         .ok_or_else(|| Error::InvalidArgument(format!("{op}: the size overflows")))
 }
 
-/// Makes the file of a shared buffer with `stride` bytes for each of `ranks`, together with them, and maps
-/// it; a barrier must follow, after which the first rank may close the file. `own` is this rank's index;
-/// `first` is the first rank, and its process. `send` enters the operation and returns the number that the
-/// first rank passes.
+/// Makes the file of a shared buffer with `stride` bytes for each of `ranks`, together with them,
+/// and maps it; a barrier must follow, after which the first rank may close the file. `own` is this
+/// rank's index; `first` is the first rank, and its process. `send` enters the operation and
+/// returns the number that the first rank passes.
 pub(in crate::backend) fn make(
     backend: &impl HostBackend,
     op: &OpDesc,
@@ -155,7 +156,8 @@ mod tests {
     use crate::backend::host::threads;
     use crate::{DType, GroupOptions};
 
-    /// The first rank fails after it has sent the number, and closes the file before another rank opens it.
+    /// The first rank fails after it has sent the number, and closes the file before another rank
+    /// opens it.
     #[test]
     fn a_closed_file_reports_the_failure_that_closed_it() {
         let op = OpDesc { verb: Verb::Alloc, dtype: DType::F32, op: None, root: None, count: 1 };

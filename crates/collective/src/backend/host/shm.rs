@@ -1,13 +1,14 @@
 //! Ranks as processes of one machine: rendezvous and detection of deaths.
 //!
-//! Each rank writes its process id and start time to the store. Rank 0 also writes its descriptor of the
-//! segment, an unnamed memory file, which the others open through `/proc`. The kernel frees the memory
-//! when no rank has it open, however the processes end.
+//! Each rank writes its process id and start time to the store. Rank 0 also writes its descriptor
+//! of the segment, an unnamed memory file, which the others open through `/proc`. The kernel frees
+//! the memory when no rank has it open, however the processes end.
 //!
-//! One thread of every rank monitors the peers. When one dies, it writes the death into the segment and
-//! wakes all ranks, so survivors neither time out nor poll. It detects a death by the peer's word in the
-//! segment ([`robust_futex`]). A pidfd reports it later; it is needed where the kernel cannot wait for
-//! many words, or if a word fails. Without both, the thread polls the words every second.
+//! One thread of every rank monitors the peers. When one dies, it writes the death into the segment
+//! and wakes all ranks, so survivors neither time out nor poll. It detects a death by the peer's
+//! word in the segment ([`robust_futex`]). A pidfd reports it later; it is needed where the kernel
+//! cannot wait for many words, or if a word fails. Without both, the thread polls the words every
+//! second.
 
 use std::fs;
 use std::io::{self, Write};
@@ -38,7 +39,8 @@ const SLICE: Duration = Duration::from_micros(100);
 /// A rank's record in the store.
 #[derive(Debug, Serialize, Deserialize)]
 struct HostRecord {
-    /// When the process started, in clock ticks since boot; distinguishes it from a later process with its pid.
+    /// When the process started, in clock ticks since boot; distinguishes it from a later process
+    /// with its pid.
     start_time: u64,
     /// Rank 0's descriptor of the segment.
     segment_fd: Option<i32>,
@@ -76,7 +78,8 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     };
     begin().inspect_err(|error| {
         let (by, reason) = match error {
-            // All ranks name the late ones themselves. The group has another rank in a duplicate's place.
+            // All ranks name the late ones themselves. The group has another rank in a duplicate's
+            // place.
             Error::Timeout { .. } | Error::DuplicateRank { .. } => return,
             Error::Aborted { by, reason } => (*by, reason.clone()),
             own => (rank, own.to_string()),
@@ -86,9 +89,9 @@ pub(crate) fn join(joining: &Joining<'_>, reason: String) -> Result<Host> {
     })
 }
 
-/// Blocks until every rank has its monitor, as its word in the segment shows, or the group has failed. A rank that
-/// fails before it has mapped the segment can publish the reason only through the store, which nobody looks at in
-/// the barrier that follows.
+/// Blocks until every rank has its monitor, as its word in the segment shows, or the group has
+/// failed. A rank that fails before it has mapped the segment can publish the reason only through
+/// the store, which nobody looks at in the barrier that follows.
 fn wait_for_monitors(joining: &Joining<'_>, segment: &Segment) -> Result<()> {
     let (interval, mut pause) = (joining.watch_interval(), Duration::from_micros(50));
     let is_missing = |rank: &Rank| segment.liveness(*rank).load(Ordering::SeqCst) == 0;
@@ -137,7 +140,8 @@ fn open_pidfds(joining: &Joining<'_>, members: &[HostRecord]) -> Result<Vec<Peer
             Errno::NOSYS | Errno::PERM => Ok(None),
             _ => Err(failed(&error.into())),
         })?;
-        // The pidfd refers to the process that has the pid now, perhaps not the one that wrote the record.
+        // The pidfd refers to the process that has the pid now, perhaps not the one that wrote the
+        // record.
         match start_time(pid) {
             Ok(time) if time == member.start_time => Ok(Peer { rank, pid, pidfd }),
             Ok(_) => Err(died()),
@@ -183,7 +187,8 @@ impl Drop for Monitor {
             std::mem::forget(thread);
             return;
         }
-        // One byte into an empty pipe neither blocks nor fails while the thread holds the other end.
+        // One byte into an empty pipe neither blocks nor fails while the thread holds the other
+        // end.
         let sent = self.pipe.write_all(&[1]);
         self.stop.store(1, Ordering::SeqCst);
         sys::futex_wake(&self.stop);
@@ -212,11 +217,13 @@ impl MonitorThread {
         if ready.send(liveness.is_some()).is_err() || liveness.is_none() {
             return;
         }
-        // A thread can wait for a limited number of words, so each rank waits for those of the next ranks.
+        // A thread can wait for a limited number of words, so each rank waits for those of the next
+        // ranks.
         let next = self.peers.partition_point(|peer| peer.rank < self.rank);
         self.peers.rotate_left(next);
         loop {
-            // If the kernel cannot wait for words, wait for pidfds; without those, sleep for a tick.
+            // If the kernel cannot wait for words, wait for pidfds; without those, sleep for a
+            // tick.
             let timeout = match self.wait_for_words() {
                 Ok(()) => Some(Duration::ZERO),
                 Err(_) if self.peers.iter().all(|peer| peer.pidfd.is_some()) => None,

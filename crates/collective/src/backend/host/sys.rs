@@ -34,9 +34,10 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 
 /// Creates an unnamed memory file of `bytes` zeros with a fixed size.
 ///
-/// Reserves memory for the first `reserved` bytes now, so that running out of memory is an error here and
-/// not a signal later; [`Mapping::reserve`] reserves the others before they are used. Beyond the limit of
-/// a control group the kernel kills the process nevertheless: see [`cgroup`](super::cgroup).
+/// Reserves memory for the first `reserved` bytes now, so that running out of memory is an error
+/// here and not a signal later; [`Mapping::reserve`] reserves the others before they are used.
+/// Beyond the limit of a control group the kernel kills the process nevertheless: see
+/// [`cgroup`](super::cgroup).
 pub(in crate::backend) fn memfd(name: &CStr, bytes: usize, reserved: usize) -> Result<OwnedFd> {
     let create = || -> io::Result<OwnedFd> {
         check_size_limit(bytes as u64)?;
@@ -62,7 +63,8 @@ fn allocate(file: &OwnedFd, offset: usize, len: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Fails if this process's files may not have `bytes` bytes. The kernel would send SIGXFSZ, which kills the process.
+/// Fails if this process's files may not have `bytes` bytes. The kernel would send SIGXFSZ, which
+/// kills the process.
 fn check_size_limit(bytes: u64) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
         Some(limit) if limit < bytes => {
@@ -99,8 +101,8 @@ pub(in crate::backend) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps a file that a peer created, which must have exactly `len` bytes and keep them. `what` names
-    /// it in the error.
+    /// Maps a file that a peer created, which must have exactly `len` bytes and keep them. `what`
+    /// names it in the error.
     pub(in crate::backend) fn of_peer(file: File, len: usize, what: &str) -> Result<Self> {
         if !is_sealed(&file, len) {
             return Err(wrong_file(what));
@@ -135,8 +137,8 @@ impl Mapping {
         NonNull::new(self.map.as_mut_ptr()).expect("mappings are not at null")
     }
 
-    /// Reserves memory for a range, on this processor's NUMA node unless it is reserved already. Keeps its
-    /// contents.
+    /// Reserves memory for a range, on this processor's NUMA node unless it is reserved already.
+    /// Keeps its contents.
     pub(in crate::backend) fn reserve(&self, offset: usize, len: usize) -> Result<()> {
         assert!(offset + len <= self.map.len(), "bytes of the mapping");
         if self.map.advise_range(Advice::PopulateWrite, offset, len).is_ok() {
@@ -147,7 +149,8 @@ impl Mapping {
             .map_err(|error| Error::io(format!("allocating {len} bytes of shared memory"), &error))
     }
 
-    /// Advises the kernel to use huge pages, if they are enabled for shared memory (`shmem_enabled`).
+    /// Advises the kernel to use huge pages, if they are enabled for shared memory
+    /// (`shmem_enabled`).
     pub(super) fn ask_for_huge_pages(&self) {
         // A failure changes nothing.
         drop(self.map.advise(Advice::HugePage));
@@ -157,8 +160,8 @@ impl Mapping {
     #[cfg(not(loom))]
     pub(in crate::backend) fn word(&self, offset: usize) -> &AtomicU64 {
         let word = self.at(offset, 8).cast();
-        // SAFETY: mapped while `self` lives, aligned (the mapping starts at a page), and only used as an
-        // atomic: the layout keeps words and data apart.
+        // SAFETY: mapped while `self` lives, aligned (the mapping starts at a page), and only used
+        // as an atomic: the layout keeps words and data apart.
         unsafe { AtomicU64::from_ptr(word) }
     }
 
@@ -185,15 +188,15 @@ impl Mapping {
 
     /// The `len` bytes at a byte offset, which must lie in one of the layout's data areas.
     pub(super) fn data(&self, offset: usize, len: usize) -> Span<'_> {
-        // SAFETY: the mapping lives as long as the borrow of `self`. No reference to its data areas is
-        // ever created, except to a shared buffer's own part, which the buffer's user lends to the
-        // operation. The algorithms' protocol orders accesses of different ranks.
+        // SAFETY: the mapping lives as long as the borrow of `self`. No reference to its data areas
+        // is ever created, except to a shared buffer's own part, which the buffer's user lends to
+        // the operation. The algorithms' protocol orders accesses of different ranks.
         let whole = unsafe { Span::new(self.map.as_mut_ptr(), self.map.len()) };
         whole.part(offset, len)
     }
 
-    /// Replaces the pages of the `len` bytes at `offset` by private copies, so that later writes of peers
-    /// are not seen here.
+    /// Replaces the pages of the `len` bytes at `offset` by private copies, so that later writes of
+    /// peers are not seen here.
     pub(super) fn detach(&self, offset: usize, len: usize) {
         let bytes = self.data(offset, len);
         if len == 0 {
@@ -204,8 +207,8 @@ impl Mapping {
         let at = self.map.as_mut_ptr().wrapping_add(first).cast();
         let kind = MapFlags::PRIVATE | MapFlags::FIXED;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: replaces pages of our own mapping, which `data` has checked, by private ones with the
-        // same contents.
+        // SAFETY: replaces pages of our own mapping, which `data` has checked, by private ones with
+        // the same contents.
         let new = unsafe { mmap(at, end - first, access, kind, &self.file, first as u64) };
         if new.is_err() {
             // Continuing would return a `&mut` to memory that other processes write to.
@@ -225,8 +228,8 @@ impl Mapping {
 #[cfg(loom)]
 pub(super) use super::model::{futex_wait, futex_wake};
 
-/// Sleeps until the word is woken, `tick` has passed or a signal arrives; returns at once if the word is
-/// not `value`.
+/// Sleeps until the word is woken, `tick` has passed or a signal arrives; returns at once if the
+/// word is not `value`.
 #[cfg(not(loom))]
 pub(super) fn futex_wait(word: &AtomicU32, value: u32, tick: Duration) {
     let tick = timespec(tick);
@@ -241,7 +244,8 @@ pub(super) fn futex_wake(word: &AtomicU32) {
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX.cast_unsigned());
 }
 
-/// Registers this process for other processes' [`global_membarrier`]; returns whether the kernel has it.
+/// Registers this process for other processes' [`global_membarrier`]; returns whether the kernel
+/// has it.
 pub(super) fn register_for_membarrier() -> bool {
     membarrier(MembarrierCommand::RegisterGlobalExpedited).is_ok()
 }
@@ -252,8 +256,8 @@ pub(super) fn global_membarrier() -> bool {
     membarrier(MembarrierCommand::GlobalExpedited).is_ok()
 }
 
-/// Sets the calling thread's scheduler slice. With a short one it runs soon after it wakes, and yields to
-/// threads with longer slices afterwards. Has no effect before Linux 6.12.
+/// Sets the calling thread's scheduler slice. With a short one it runs soon after it wakes, and
+/// yields to threads with longer slices afterwards. Has no effect before Linux 6.12.
 pub(super) fn prefer_short_slices(slice: Duration) {
     // linux/sched/types.h, `struct sched_attr`: size and policy, flags, nice and priority, runtime,
     // deadline, period.
@@ -278,8 +282,8 @@ pub(super) fn has_process(pid: u32) -> bool {
     pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(Errno::SRCH))
 }
 
-/// Waits until one of `fds` is readable or `timeout` has passed, and returns which are. `None` waits
-/// forever; one of `fds` must then be able to end the wait.
+/// Waits until one of `fds` is readable or `timeout` has passed, and returns which are. `None`
+/// waits forever; one of `fds` must then be able to end the wait.
 pub(super) fn poll_readable(fds: &[&OwnedFd], timeout: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polls: Vec<_> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
     poll(&mut polls, timeout)?;

@@ -1,7 +1,7 @@
 //! Ranks as threads of one process: each rank maps the same segment.
 //!
-//! No deaths need to be detected: a thread that panics drops its group, which publishes that the rank
-//! has left.
+//! No deaths need to be detected: a thread that panics drops its group, which publishes that the
+//! rank has left.
 
 use std::sync::Arc;
 

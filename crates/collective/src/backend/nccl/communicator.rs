@@ -1,11 +1,11 @@
 //! Safe wrapper of `ncclComm_t`.
 //!
-//! Every communicator is non-blocking: a call returns at once and may leave the communicator *in progress*. It accepts
-//! no other call until [`ready`](Communicator::ready) returns true.
+//! Every communicator is non-blocking: a call returns at once and may leave the communicator *in
+//! progress*. It accepts no other call until [`ready`](Communicator::ready) returns true.
 //!
-//! Invariant: calls on one communicator are made one at a time (`calls`). It is aborted or destroyed exactly once,
-//! after which nothing is called on it. The one exception is `ncclCommAbort`, which NCCL allows while another call
-//! hangs.
+//! Invariant: calls on one communicator are made one at a time (`calls`). It is aborted or
+//! destroyed exactly once, after which nothing is called on it. The one exception is
+//! `ncclCommAbort`, which NCCL allows while another call hangs.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -28,8 +28,8 @@ use crate::{DType, Error, OpDesc, Rank, ReduceOp, Result, Verb};
 
 /// Time that an abort waits for another thread's call to return; non-blocking calls are short.
 const CALL_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a launch polls without a sleep. NCCL's own thread takes some tens of microseconds for it, so the first poll
-/// is never ready, and a sleep would take longer than the rest.
+/// How long a launch polls without a sleep. NCCL's own thread takes some tens of microseconds for
+/// it, so the first poll is never ready, and a sleep would take longer than the rest.
 const SPIN: Duration = Duration::from_micros(200);
 /// Time between two polls of a communicator in progress.
 const TICK: Duration = Duration::from_micros(200);
@@ -52,8 +52,8 @@ unsafe impl Send for Communicator {}
 unsafe impl Sync for Communicator {}
 
 impl Communicator {
-    /// Starts the init of a communicator: `ncclCommInitRankConfig` for one id, `ncclCommInitRankScalable` for several.
-    /// The communicator is in progress afterwards.
+    /// Starts the init of a communicator: `ncclCommInitRankConfig` for one id,
+    /// `ncclCommInitRankScalable` for several. The communicator is in progress afterwards.
     pub(super) fn join(
         api: NcclApi,
         device: Arc<Device>,
@@ -67,7 +67,8 @@ impl Communicator {
         let mut raw = std::ptr::null_mut();
         let (called, during) = match ids {
             [id] => {
-                // SAFETY: writes one handle; `config` is a valid `ncclConfig_t`, and the device is current.
+                // SAFETY: writes one handle; `config` is a valid `ncclConfig_t`, and the device is
+                // current.
                 let called =
                     unsafe { api.ncclCommInitRankConfig(&raw mut raw, world, *id, rank, config) };
                 (called, "ncclCommInitRankConfig")
@@ -108,7 +109,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Returns whether the last call has completed. Fails if it failed, or if the communicator has failed since.
+    /// Returns whether the last call has completed. Fails if it failed, or if the communicator has
+    /// failed since.
     pub(super) fn ready(&self) -> Result<bool> {
         let _guard = self.call()?;
         self.state()
@@ -123,8 +125,9 @@ impl Communicator {
         Ok(state == NcclResult::SUCCESS)
     }
 
-    /// Enqueues the steps as one NCCL group. The communicator must be ready, and is in progress afterwards. Returns the
-    /// operators created for the group; [destroy](Self::destroy_operators) them once it is ready again.
+    /// Enqueues the steps as one NCCL group. The communicator must be ready, and is in progress
+    /// afterwards. Returns the operators created for the group; [destroy](Self::destroy_operators)
+    /// them once it is ready again.
     ///
     /// # Safety
     ///
@@ -152,7 +155,8 @@ impl Communicator {
         issued.and(closed).map(|()| operators)
     }
 
-    /// Creates the `PreMulSum` operator that an operation needs, unless it needs none or the operator exists.
+    /// Creates the `PreMulSum` operator that an operation needs, unless it needs none or the
+    /// operator exists.
     fn prepare(&self, op: &OpDesc, operators: &mut Operators) -> Result<()> {
         let Some(reduce @ ReduceOp::PreMulSum(factor)) = op.op else { return Ok(()) };
         if operators.find(op.dtype, reduce).is_some() {
@@ -162,8 +166,8 @@ impl Communicator {
         let mut made = RedOp::SUM;
         let data_type = data_type(op.dtype);
         let from = scalar.as_mut_ptr().cast::<c_void>();
-        // SAFETY: not ended, and no concurrent call; reads one value of the type from the first bytes of
-        // `scalar` before it returns, and writes one operator.
+        // SAFETY: not ended, and no concurrent call; reads one value of the type from the first
+        // bytes of `scalar` before it returns, and writes one operator.
         unsafe {
             self.api.ncclRedOpCreatePreMulSum(&raw mut made, from, data_type, SCALAR_HOST, self.raw)
         }?;
@@ -232,13 +236,14 @@ impl Communicator {
     /// Destroys the operators of a completed launch. The caller holds the lock.
     fn destroy_operators(&self, operators: Operators) {
         for (_, _, made) in operators.0 {
-            // SAFETY: not ended, and no concurrent call; created for this communicator, destroyed once.
-            // After a failure NCCL leaks a few bytes.
+            // SAFETY: not ended, and no concurrent call; created for this communicator, destroyed
+            // once. After a failure NCCL leaks a few bytes.
             let _ = unsafe { self.api.ncclRedOpDestroy(made, self.raw) };
         }
     }
 
-    /// Calls `ncclCommSplit` with `(color, key)`, or without a color. Both communicators are in progress afterwards.
+    /// Calls `ncclCommSplit` with `(color, key)`, or without a color. Both communicators are in
+    /// progress afterwards.
     fn begin_split(&self, color_and_key: Option<(Rank, Rank)>) -> Result<Option<Self>> {
         let (color, key) = match color_and_key {
             Some((color, key)) => (narrow(color)?, narrow(key)?),
@@ -268,8 +273,8 @@ impl Communicator {
         // If another call hangs, proceed without the lock: the abort ends that call.
         let _guard = self.calls.try_lock_for(CALL_TIMEOUT);
         let _entered = self.device.enter();
-        // SAFETY: `mark_ended` succeeds once, so this is the only abort. Either no call is running, or one hangs,
-        // during which NCCL allows an abort.
+        // SAFETY: `mark_ended` succeeds once, so this is the only abort. Either no call is running,
+        // or one hangs, during which NCCL allows an abort.
         Some(unsafe { self.api.ncclCommAbort(self.raw) })
     }
 
@@ -371,8 +376,8 @@ impl device::Communicator for Communicator {
             return;
         }
         let _entered = self.device.enter();
-        // SAFETY: `mark_ended` succeeds once, and no concurrent call; finalised above, so this does not block. Errors
-        // are ignored.
+        // SAFETY: `mark_ended` succeeds once, and no concurrent call; finalised above, so this does
+        // not block. Errors are ignored.
         let _ = unsafe { self.api.ncclCommDestroy(self.raw) };
     }
 
@@ -405,8 +410,8 @@ impl device::Communicator for Communicator {
         let (api, device) = (self.api, Arc::clone(&self.device));
         let free = OnDrop(move || {
             let _entered = device.enter();
-            // SAFETY: allocated by the same library, freed once; `DeviceMemory::as_buf` requires that this is not
-            // dropped while a view is in use. Errors are ignored.
+            // SAFETY: allocated by the same library, freed once; `DeviceMemory::as_buf` requires
+            // that this is not dropped while a view is in use. Errors are ignored.
             let _ = unsafe { api.ncclMemFree(pointer(address)) };
         });
         Ok((address, Box::new(free)))
@@ -447,7 +452,8 @@ fn red_op(dtype: DType, reduce: ReduceOp, operators: &Operators) -> Result<RedOp
     })
 }
 
-/// Returns the `ncclDataType_t`. A type that NCCL or its older versions lack is sent as another of the same size.
+/// Returns the `ncclDataType_t`. A type that NCCL or its older versions lack is sent as another of
+/// the same size.
 fn data_type(dtype: DType) -> DataType {
     DataType(match dtype {
         DType::I8 => 0,

@@ -1,7 +1,9 @@
-//! The part of the CUDA driver API that this backend uses: a device's primary context, events, streams, copies.
+//! The part of the CUDA driver API that this backend uses: a device's primary context, events,
+//! streams, copies.
 //!
-//! The primary context is the one that the CUDA runtime, and so NCCL, uses in this process. A [`Device`] retains it.
-//! Every call of CUDA or NCCL [enters](device::Device::enter) it first and restores the thread's context afterwards.
+//! The primary context is the one that the CUDA runtime, and so NCCL, uses in this process. A
+//! [`Device`] retains it. Every call of CUDA or NCCL [enters](device::Device::enter) it first and
+//! restores the thread's context afterwards.
 
 #![expect(unsafe_code, reason = "calls C")]
 
@@ -108,12 +110,14 @@ impl device::Device for Device {
         let mut raw = std::ptr::null_mut();
         // SAFETY: writes one handle.
         unsafe { self.api.cuStreamCreate(&raw mut raw, NON_BLOCKING) }?;
-        // SAFETY: a stream of this device. It lives as long as the second result, and until its work has completed.
+        // SAFETY: a stream of this device. It lives as long as the second result, and until its
+        // work has completed.
         let stream = unsafe { DeviceStream::from_raw(raw) };
         let device = Arc::clone(self);
         let destroy = OnDrop(move || {
             let _entered = device.enter();
-            // SAFETY: created above, destroyed once. Does not block: the driver frees it when its work has completed.
+            // SAFETY: created above, destroyed once. Does not block: the driver frees it when its
+            // work has completed.
             let _ = unsafe { device.api.cuStreamDestroy_v2(stream.as_raw()) };
         });
         Ok((stream, Box::new(destroy)))
@@ -129,8 +133,8 @@ impl device::Device for Device {
     unsafe fn upload(&self, to: DeviceBuf, from: &[u8]) -> Result<()> {
         // SAFETY: both have this many bytes, by the caller's promise.
         unsafe { self.api.cuMemcpyHtoD_v2(to.address(), from.as_ptr().cast(), from.len()) }?;
-        // It returns once the driver has read pageable memory. The default stream completes the copy.
-        // SAFETY: null is the default stream of the current device.
+        // It returns once the driver has read pageable memory. The default stream completes the
+        // copy. SAFETY: null is the default stream of the current device.
         unsafe { self.api.cuStreamSynchronize(std::ptr::null_mut()) }
     }
 
@@ -163,8 +167,8 @@ pub(crate) struct Entered<'a>(&'a Device);
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let mut context = std::ptr::null_mut();
-        // SAFETY: writes one handle; pops the context that `enter` pushed on this thread. The guard stays on its
-        // thread, because it has a lifetime and is used within one scope only.
+        // SAFETY: writes one handle; pops the context that `enter` pushed on this thread. The guard
+        // stays on its thread, because it has a lifetime and is used within one scope only.
         let _ = unsafe { self.0.api.cuCtxPopCurrent_v2(&raw mut context) };
     }
 }
@@ -178,7 +182,8 @@ pub(crate) struct Event {
 
 impl device::Event for Event {
     fn record(&self, stream: DeviceStream) -> Result<()> {
-        // SAFETY: the event is of this device; the stream is alive, as `DeviceStream::from_raw` requires.
+        // SAFETY: the event is of this device; the stream is alive, as `DeviceStream::from_raw`
+        // requires.
         unsafe { self.device.api.cuEventRecord(self.raw.0, stream.as_raw()) }
     }
 }
@@ -204,12 +209,14 @@ impl Drop for Event {
     fn drop(&mut self) {
         let mut events = self.device.events.lock();
         if events.len() < EVENTS_KEPT {
-            // An event that a stream has not reached yet may be recorded again: the later record counts.
+            // An event that a stream has not reached yet may be recorded again: the later record
+            // counts.
             events.push(self.raw);
             return;
         }
         drop(events);
-        // SAFETY: an event of this device, used by nothing else. The driver frees it once streams have reached it.
+        // SAFETY: an event of this device, used by nothing else. The driver frees it once streams
+        // have reached it.
         let _ = unsafe { self.device.api.cuEventDestroy_v2(self.raw.0) };
     }
 }

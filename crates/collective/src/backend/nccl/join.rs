@@ -1,8 +1,8 @@
 //! Rendezvous of a communicator's ranks: NCCL ids over the host side, and an init with a deadline.
 //!
-//! NCCL's init waits for all ranks without a timeout and does not name a missing one. Here it does not block: once all
-//! ranks are ready for it, a rank starts it, then polls the communicator, the host side of the group and the deadline
-//! until the communicator is ready.
+//! NCCL's init waits for all ranks without a timeout and does not name a missing one. Here it does
+//! not block: once all ranks are ready for it, a rank starts it, then polls the communicator, the
+//! host side of the group and the deadline until the communicator is ready.
 //!
 //! All ranks have the same version of NCCL, so the same optional functions.
 

@@ -1,8 +1,9 @@
 //! Loads NCCL and the CUDA driver at run time, and declares their function tables.
 //!
-//! A library is opened on first use and never closed, because neither the driver nor NCCL supports unloading; so its
-//! function pointers stay valid. An environment variable may give the path of the one file to load. Without it, the
-//! dynamic loader is tried with the usual names, then CUDA's directories and those of Python packages ([`library`]).
+//! A library is opened on first use and never closed, because neither the driver nor NCCL supports
+//! unloading; so its function pointers stay valid. An environment variable may give the path of the
+//! one file to load. Without it, the dynamic loader is tried with the usual names, then CUDA's
+//! directories and those of Python packages ([`library`]).
 //!
 //! Invariant: a function table exists only if all its required symbols were found in one library.
 
@@ -80,8 +81,9 @@ impl Wanted {
     }
 }
 
-/// Declares a table of C functions: a struct of function pointers; `resolve`, which looks them up in a library; and for
-/// each function that returns a status, a method of the same name that returns a `Result`.
+/// Declares a table of C functions: a struct of function pointers; `resolve`, which looks them up
+/// in a library; and for each function that returns a status, a method of the same name that
+/// returns a `Result`.
 macro_rules! table {
     (
         $(#[$meta:meta])*

@@ -1,22 +1,26 @@
 //! The NCCL backend: CUDA devices and NCCL communicators for the [device core](super::device).
 //!
-//! This module launches no kernels of its own. It uses the CUDA driver only for a context, events, streams and copies,
-//! through a table of 21 functions ([`sys`]). Tests replace that table and NCCL's by fakes.
+//! This module launches no kernels of its own. It uses the CUDA driver only for a context, events,
+//! streams and copies, through a table of 21 functions ([`sys`]). Tests replace that table and
+//! NCCL's by fakes.
 //!
 //! # Properties of NCCL that determine the design
 //!
-//! * A call may block until its peers call too. So communicators are non-blocking, and every call is polled. An event
-//!   must not be recorded before the call has completed: it would be reached before the operation has started.
-//! * Two threads must not use a communicator at once, except that `ncclCommAbort` must come from another thread if a
-//!   call hangs ([`communicator`]). Aborting twice, or using an aborted communicator, is undefined behaviour.
-//! * NCCL has no timeout, does not detect a killed peer on the same machine, and does not name ranks in errors.
-//! * Counts or types that differ between ranks cause a hang or wrong data. Calls are compared in advance only with
-//!   [`Config::with_checks`], which costs a host collective per list of calls; otherwise a hang is diagnosed after its
-//!   timeout.
-//! * Its enums grow between versions, so they are integers here. The summation order and rounding depend on version,
-//!   size and topology.
-//! * `ncclGetLastError` returns one text for the whole process: with several groups, an error may carry the text of
-//!   another group.
+//! * A call may block until its peers call too. So communicators are non-blocking, and every call
+//!   is polled. An event must not be recorded before the call has completed: it would be reached
+//!   before the operation has started.
+//! * Two threads must not use a communicator at once, except that `ncclCommAbort` must come from
+//!   another thread if a call hangs ([`communicator`]). Aborting twice, or using an aborted
+//!   communicator, is undefined behaviour.
+//! * NCCL has no timeout, does not detect a killed peer on the same machine, and does not name
+//!   ranks in errors.
+//! * Counts or types that differ between ranks cause a hang or wrong data. Calls are compared in
+//!   advance only with [`Config::with_checks`], which costs a host collective per list of calls;
+//!   otherwise a hang is diagnosed after its timeout.
+//! * Its enums grow between versions, so they are integers here. The summation order and rounding
+//!   depend on version, size and topology.
+//! * `ncclGetLastError` returns one text for the whole process: with several groups, an error may
+//!   carry the text of another group.
 
 mod communicator;
 mod cuda;
@@ -42,9 +46,9 @@ const TICK: Duration = Duration::from_micros(50);
 
 /// Options of a group over NCCL.
 ///
-/// NCCL reads the others from its environment variables, which must be equal on all ranks: `NCCL_MIN_CTAS` and
-/// `NCCL_MAX_CTAS` for the number of CTAs of its kernels, `NCCL_CGA_CLUSTER_SIZE` for the number of CTAs in a cluster,
-/// `NCCL_NET` for the network module.
+/// NCCL reads the others from its environment variables, which must be equal on all ranks:
+/// `NCCL_MIN_CTAS` and `NCCL_MAX_CTAS` for the number of CTAs of its kernels,
+/// `NCCL_CGA_CLUSTER_SIZE` for the number of CTAs in a cluster, `NCCL_NET` for the network module.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
     ranks_per_id: Option<usize>,
@@ -58,10 +62,11 @@ impl Config {
         self
     }
 
-    /// Sets whether ranks compare calls before they enqueue them. A difference is [`Error::Mismatch`] on all ranks, and
-    /// no memory has changed. Each list of calls then costs an [`all_gather`](crate::ProcessGroup::all_gather) of 168
-    /// bytes on the host. Point-to-point messages, and the block lengths of the `_v` verbs, are not compared. Must be
-    /// equal on all ranks.
+    /// Sets whether ranks compare calls before they enqueue them. A difference is
+    /// [`Error::Mismatch`] on all ranks, and no memory has changed. Each list of calls then costs
+    /// an [`all_gather`](crate::ProcessGroup::all_gather) of 168 bytes on the host. Point-to-point
+    /// messages, and the block lengths of the `_v` verbs, are not compared. Must be equal on all
+    /// ranks.
     pub fn with_checks(mut self, checks: bool) -> Self {
         self.checks = checks;
         self
@@ -79,9 +84,10 @@ impl Config {
     }
 }
 
-/// Returns a connector for [`ProcessGroup::from_store_with`](crate::ProcessGroup::from_store_with) that makes groups
-/// over NCCL with these libraries and this configuration. It ignores the transport of the options and requires their
-/// [CUDA device](crate::GroupOptions::with_cuda_device).
+/// Returns a connector for [`ProcessGroup::from_store_with`](crate::ProcessGroup::from_store_with)
+/// that makes groups over NCCL with these libraries and this configuration. It ignores the
+/// transport of the options and requires their [CUDA
+/// device](crate::GroupOptions::with_cuda_device).
 pub fn connector(libraries: Libraries, config: Config) -> Arc<Connect> {
     Arc::new(move |store, rank, world, options| {
         let options = options.clone().with_transport(Transport::Nccl);

@@ -20,11 +20,12 @@ pub struct Libraries {
 }
 
 impl Libraries {
-    /// Returns this process's libraries. The first call loads them; every call returns the same result.
+    /// Returns this process's libraries. The first call loads them; every call returns the same
+    /// result.
     ///
-    /// `COLLECTIVE_NCCL_LIB` and `COLLECTIVE_CUDA_LIB` may give the paths. Without them, the dynamic loader is tried
-    /// with `libnccl.so.2`, `libnccl.so`, `libcuda.so.1`, `libcuda.so`; then, for NCCL, `nvidia/nccl/lib` in the
-    /// directories of Python packages.
+    /// `COLLECTIVE_NCCL_LIB` and `COLLECTIVE_CUDA_LIB` may give the paths. Without them, the
+    /// dynamic loader is tried with `libnccl.so.2`, `libnccl.so`, `libcuda.so.1`, `libcuda.so`;
+    /// then, for NCCL, `nvidia/nccl/lib` in the directories of Python packages.
     ///
     /// # Errors
     ///
@@ -47,8 +48,9 @@ impl Libraries {
     ///
     /// # Safety
     ///
-    /// The files at these paths must be NCCL and the CUDA driver, or have the same C interface: loading them runs their
-    /// initialisers, and their functions are called with the prototypes of the headers.
+    /// The files at these paths must be NCCL and the CUDA driver, or have the same C interface:
+    /// loading them runs their initialisers, and their functions are called with the prototypes of
+    /// the headers.
     pub unsafe fn open(nccl: &[PathBuf], cuda: &[PathBuf]) -> Result<Self> {
         // SAFETY: the caller guarantees the files at these paths.
         let library = unsafe { NCCL.open(nccl) }?;
@@ -96,7 +98,8 @@ impl NcclApi {
         }
     }
 
-    /// Returns the error for a status, with the texts of `ncclGetErrorString` and `ncclGetLastError`.
+    /// Returns the error for a status, with the texts of `ncclGetErrorString` and
+    /// `ncclGetLastError`.
     pub(super) fn error(&self, result: NcclResult, during: &str) -> Error {
         // SAFETY: accepts any value.
         let meaning = unsafe { (self.ncclGetErrorString)(result) };

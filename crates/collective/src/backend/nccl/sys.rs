@@ -1,7 +1,8 @@
 //! FFI declarations of `nccl.h` and of the required parts of `cuda.h`.
 //!
-//! Checked against `nccl.h` of NCCL 2.30.7. Every driver since CUDA 11 has the CUDA functions. C enums are transparent
-//! integers, because a newer library may return a value that is not declared here.
+//! Checked against `nccl.h` of NCCL 2.30.7. Every driver since CUDA 11 has the CUDA functions. C
+//! enums are transparent integers, because a newer library may return a value that is not declared
+//! here.
 
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 
@@ -88,7 +89,8 @@ pub(super) const NON_BLOCKING: c_uint = 1;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct UniqueId(pub(super) [u8; 128]);
 
-/// `ncclConfig_t` of NCCL 2.18. Later versions read `size` bytes and use their defaults for the rest.
+/// `ncclConfig_t` of NCCL 2.18. Later versions read `size` bytes and use their defaults for the
+/// rest.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Config {

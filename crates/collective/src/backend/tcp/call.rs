@@ -1,18 +1,19 @@
 //! A call in progress on this rank: entering, moving the queued transfers, waiting.
 //!
-//! Sends and receives are queued per peer ([`peer_queue`](crate::backend::peer_queue)) and progress concurrently.
-//! To enter, a rank sends a header with its fingerprint to every peer, directly followed by the first
-//! block, so that a small operation is one message each way. Blocks stay in the sockets until all
-//! fingerprints have arrived and are equal; only then is anything received into the caller's memory.
-//! In a group of more than [`MAX_DIRECT_RANKS`] ranks a dissemination barrier carries the fingerprints: in
-//! round `k` a rank exchanges headers with the ranks at distance `2^k` on either side. After the last
-//! round all ranks have entered. If two calls differ, there is a pair of ranks that has compared
-//! different calls.
+//! Sends and receives are queued per peer ([`peer_queue`](crate::backend::peer_queue)) and progress
+//! concurrently. To enter, a rank sends a header with its fingerprint to every peer, directly
+//! followed by the first block, so that a small operation is one message each way. Blocks stay in
+//! the sockets until all fingerprints have arrived and are equal; only then is anything received
+//! into the caller's memory. In a group of more than [`MAX_DIRECT_RANKS`] ranks a dissemination
+//! barrier carries the fingerprints: in round `k` a rank exchanges headers with the ranks at
+//! distance `2^k` on either side. After the last round all ranks have entered. If two calls differ,
+//! there is a pair of ranks that has compared different calls.
 //!
-//! A wait spins while that is likely to help, then yields the core, then polls. It ends with the group's
-//! failure or at the timeout, which restarts whenever data have moved, except while ranks have not
-//! entered. After half of the timeout this rank asks its peers which ranks they wait for, so that the error
-//! names the ranks that are late and not those that wait ([`control`](super::control)).
+//! A wait spins while that is likely to help, then yields the core, then polls. It ends with the
+//! group's failure or at the timeout, which restarts whenever data have moved, except while ranks
+//! have not entered. After half of the timeout this rank asks its peers which ranks they wait for,
+//! so that the error names the ranks that are late and not those that wait
+//! ([`control`](super::control)).
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -137,7 +138,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Returns whether fingerprints are sent directly to all ranks, so that blocks may follow at once.
+    /// Returns whether fingerprints are sent directly to all ranks, so that blocks may follow at
+    /// once.
     pub(super) fn compares_directly(&self) -> bool {
         self.world() <= MAX_DIRECT_RANKS
     }
@@ -147,8 +149,8 @@ impl<'a> Call<'a> {
         self.desc.fingerprint(self.seq, self.location)
     }
 
-    /// Waits until all ranks have entered and compares their calls. Only [`enter`](Self::enter) and, if
-    /// the call [`compares_directly`](Self::compares_directly), sends may have been queued.
+    /// Waits until all ranks have entered and compares their calls. Only [`enter`](Self::enter)
+    /// and, if the call [`compares_directly`](Self::compares_directly), sends may have been queued.
     pub(super) fn wait_entered(&mut self) -> Result<()> {
         let rounds = if self.compares_directly() { 1 } else { self.world().ilog2() };
         for round in 0..rounds {
@@ -244,8 +246,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Sends and receives as much as possible without blocking; returns whether any bytes moved. Tries all
-    /// connections before it reports a lost one.
+    /// Sends and receives as much as possible without blocking; returns whether any bytes moved.
+    /// Tries all connections before it reports a lost one.
     fn progress(&mut self, until: Until) -> std::result::Result<bool, CallError> {
         let core = self.core();
         let (mut moved, mut lost) = (false, None);

@@ -1,10 +1,10 @@
 //! Makes two connections between every pair of ranks, and maps the shared memory of the ranks of a
 //! machine.
 //!
-//! Each rank listens on a port chosen by the system and writes its address to the store. It connects to
-//! all lower ranks, in order, and accepts connections of the higher ones. Both sides begin with a
-//! [`Hello`] that contains the group's random nonce, so that connections of other programs, or to an
-//! earlier listener at the same port, are dropped.
+//! Each rank listens on a port chosen by the system and writes its address to the store. It
+//! connects to all lower ranks, in order, and accepts connections of the higher ones. Both sides
+//! begin with a [`Hello`] that contains the group's random nonce, so that connections of other
+//! programs, or to an earlier listener at the same port, are dropped.
 //!
 //! Since ranks connect in rank order, all of them wait for the same missing rank, and name it.
 
@@ -28,8 +28,8 @@ use crate::{Error, Rank, Result};
 /// Address of ranks whose store has no address; they are on one machine.
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// How long an accepted connection may wait for its `Hello`, which a rank sends at once, before it may be
-/// evicted.
+/// How long an accepted connection may wait for its `Hello`, which a rank sends at once, before it
+/// may be evicted.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of unidentified connections, in addition to those of ranks.
 const MAX_UNIDENTIFIED: usize = 64;
@@ -63,8 +63,8 @@ struct FullMesh<'a> {
     streams: Vec<[Option<TcpStream>; 2]>,
 }
 
-/// Connects this rank to all others; blocks until it has all its connections. `sharing` are the ranks that
-/// share memory with this one, including itself, in order.
+/// Connects this rank to all others; blocks until it has all its connections. `sharing` are the
+/// ranks that share memory with this one, including itself, in order.
 pub(in crate::backend) fn connect(joining: &Joining<'_>, sharing: &[Rank]) -> Result<Connections> {
     let files = 2 * joining.world() + OWN_FILES;
     sockopt::allow_open_files(files, &format!("joining {}", joining.group()))?;
@@ -146,7 +146,8 @@ impl FullMesh<'_> {
             let what = format!("connecting to rank {rank} at {addr}");
             return self.joining.timeout(&what, vec![rank]);
         }
-        // A rank that fails closes its listener before it publishes why, and others then get that reason.
+        // A rank that fails closes its listener before it publishes why, and others then get that
+        // reason.
         drop(self.joining.store.try_wait(&[FAILED], FAILURE_GRACE.min(self.left())));
         let reason = format!(
             "connecting to rank {rank} of {} failed: {error}; the rank has ended, or its address is not \
@@ -159,8 +160,8 @@ impl FullMesh<'_> {
     /// Accepts the connections of all higher ranks.
     fn accept(&mut self, listener: &TcpListener) -> Result<()> {
         let fail = |error| Error::io("accepting connections of peers", &error);
-        // Silent connections do not block accept. At the limit, those that have been silent for longer
-        // than `HELLO_TIMEOUT` are evicted.
+        // Silent connections do not block accept. At the limit, those that have been silent for
+        // longer than `HELLO_TIMEOUT` are evicted.
         let limit = MAX_UNIDENTIFIED + 2 * self.joining.world();
         let mut pending: Vec<PendingConnection> = Vec::new();
         loop {
@@ -233,7 +234,8 @@ impl FullMesh<'_> {
         if hello != expected || slot.is_some() {
             return;
         }
-        // A header fits in a new connection's buffer. If it is closed already, the rank stays missing.
+        // A header fits in a new connection's buffer. If it is closed already, the rank stays
+        // missing.
         let answered = (&mut &*stream).write(&Frame::Hello(answer).encode());
         if matches!(answered, Ok(HEADER))
             && let Ok(stream) = stream.try_clone()
@@ -322,7 +324,8 @@ fn set_up(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)
 }
 
-/// Returns random words. Each `RandomState` has its own keys, initially from the system's random source.
+/// Returns random words. Each `RandomState` has its own keys, initially from the system's random
+/// source.
 fn nonce() -> [u64; 2] {
     use std::hash::{BuildHasher, RandomState};
     let pid = std::process::id();

@@ -1,13 +1,14 @@
-//! The control plane: messages about ranks that leave, failures, and the ranks that a rank waits for.
+//! The control plane: messages about ranks that leave, failures, and the ranks that a rank waits
+//! for.
 //!
-//! Every pair of ranks has a connection for control messages, and every rank has a thread that reads all
-//! of them at all times. So ranks detect deaths at once (the connection ends without a goodbye), and
-//! failures (the first rank that detects one notifies all others before its caller gets the error), even
-//! while they compute. The thread also reports which ranks its rank waits for, while the caller blocks in
-//! an operation.
+//! Every pair of ranks has a connection for control messages, and every rank has a thread that
+//! reads all of them at all times. So ranks detect deaths at once (the connection ends without a
+//! goodbye), and failures (the first rank that detects one notifies all others before its caller
+//! gets the error), even while they compute. The thread also reports which ranks its rank waits
+//! for, while the caller blocks in an operation.
 //!
-//! With these reports a timeout names the right rank: if a missing rank itself waits for a third, the
-//! third is named. Ranks are asked after half of the timeout.
+//! With these reports a timeout names the right rank: if a missing rank itself waits for a third,
+//! the third is named. Ranks are asked after half of the timeout.
 
 use std::io::{self, Read};
 use std::net::{Shutdown, TcpStream};
@@ -25,7 +26,8 @@ use crate::backend::frame::{ControlMessage, Frame, HEADER};
 use crate::net::sys::{self, EventFd};
 use crate::{Error, Rank, Result};
 
-/// Maximum number of bytes queued for a peer that does not read; further messages to it are dropped.
+/// Maximum number of bytes queued for a peer that does not read; further messages to it are
+/// dropped.
 const OUTBOX_BYTES: usize = 1 << 20;
 /// How long to wait for the control message with the reason why a data connection ended.
 const FAILURE_GRACE: Duration = Duration::from_secs(2);
@@ -130,8 +132,8 @@ impl ControlPlane {
         self.shared.broadcast(&ControlMessage::Ask);
     }
 
-    /// Returns the ranks that cause the delay of `missing`: those that wait for no other rank, according
-    /// to their reports of the last `max_age`.
+    /// Returns the ranks that cause the delay of `missing`: those that wait for no other rank,
+    /// according to their reports of the last `max_age`.
     pub(super) fn late_ranks(&self, missing: &[Rank], max_age: Duration) -> Vec<Rank> {
         let waits_for = |rank: Rank| {
             let report = self.shared.connection(rank).report.lock();
@@ -141,7 +143,8 @@ impl ControlPlane {
         late_ranks(self.shared.rank, missing, waits_for)
     }
 
-    /// Fails the group because a peer's data connection ended. First waits briefly for a failure or goodbye.
+    /// Fails the group because a peer's data connection ended. First waits briefly for a failure or
+    /// goodbye.
     pub(super) fn diagnose_lost(&self, rank: Rank, error: &io::Error, before: &str) -> &Failure {
         let end = Instant::now() + FAILURE_GRACE;
         while self.failure().is_none() && !self.has_left(rank) && Instant::now() < end {
@@ -213,8 +216,9 @@ impl Shared {
         if let Some(earlier) = self.failure.get() {
             return earlier;
         }
-        // Before this rank's caller gets the error: a rank that ends because of it must not be reported as
-        // the cause. A peer's failure is forwarded, because that peer may not reach all ranks.
+        // Before this rank's caller gets the error: a rank that ends because of it must not be
+        // reported as the cause. A peer's failure is forwarded, because that peer may not reach all
+        // ranks.
         self.broadcast(&ControlMessage::Failed(failure.clone()));
         let failure = self.failure.get_or_init(|| failure);
         self.failed.signal();
@@ -343,7 +347,8 @@ impl PeerConnection {
         read_all(&self.peer.stream, &mut Vec::new());
     }
 
-    /// Sends without blocking; returns whether all bytes were sent. Drops messages to a peer that has ended.
+    /// Sends without blocking; returns whether all bytes were sent. Drops messages to a peer that
+    /// has ended.
     fn flush(&self, outbox: &mut Vec<u8>) -> bool {
         while !outbox.is_empty() {
             match sys::send(self.peer.stream.as_fd(), outbox) {

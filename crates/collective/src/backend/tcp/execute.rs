@@ -2,18 +2,18 @@
 //!
 //! [`algo`](crate::algo) relies on these rules:
 //!
-//! * All sends and receives of a round progress concurrently. When they are done, its local work is done
-//!   in order; then the next round begins.
-//! * A send is done when the system has copied the bytes; they may be overwritten then. The peer may
-//!   receive them much later, in one of its own rounds.
-//! * The first [`EARLY`] bytes of each send of the first round follow the fingerprint, before the calls
-//!   are compared, unless there are many ranks. Its receives begin after the comparison. So a schedule
-//!   may send from the caller's memory at once, no byte of it has changed if the calls differ, and few
-//!   bytes delay a fingerprint.
+//! * All sends and receives of a round progress concurrently. When they are done, its local work is
+//!   done in order; then the next round begins.
+//! * A send is done when the system has copied the bytes; they may be overwritten then. The peer
+//!   may receive them much later, in one of its own rounds.
+//! * The first [`EARLY`] bytes of each send of the first round follow the fingerprint, before the
+//!   calls are compared, unless there are many ranks. Its receives begin after the comparison. So a
+//!   schedule may send from the caller's memory at once, no byte of it has changed if the calls
+//!   differ, and few bytes delay a fingerprint.
 //! * Blocks are cut after [`EARLY`] bytes in every round, because a peer may receive a block in its
 //!   first round that was not sent in one, or the reverse.
-//! * The blocks from one rank to another are numbered, and both know the length of each. An unexpected
-//!   block fails the group.
+//! * The blocks from one rank to another are numbered, and both know the length of each. An
+//!   unexpected block fails the group.
 
 use super::call::Call;
 use crate::algo::{Memory, Region, Round, Schedule};

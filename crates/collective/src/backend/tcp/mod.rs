@@ -1,12 +1,13 @@
-//! Ranks on several machines: TCP connections between all pairs, and optionally shared memory between
-//! the ranks of one machine.
+//! Ranks on several machines: TCP connections between all pairs, and optionally shared memory
+//! between the ranks of one machine.
 //!
-//! * [`connect`] and [`net::address`](crate::net::address): how the ranks find and connect to each other;
+//! * [`connect`] and [`net::address`](crate::net::address): how the ranks find and connect to each
+//!   other;
 //! * [`frame`](super::frame): the headers and messages on a connection;
-//! * [`control`]: one connection per pair, and one thread per rank, for deaths, failures and reports of
-//!   which ranks a rank waits for;
-//! * [`net::stream`](crate::net::stream) and [`peer_queue`](super::peer_queue): one connection per pair for
-//!   data, and the transfers queued on it;
+//! * [`control`]: one connection per pair, and one thread per rank, for deaths, failures and
+//!   reports of which ranks a rank waits for;
+//! * [`net::stream`](crate::net::stream) and [`peer_queue`](super::peer_queue): one connection per
+//!   pair for data, and the transfers queued on it;
 //! * [`ring`]: replaces a data connection within a machine;
 //! * [`call`]: a call in progress, from fingerprints to the last byte, and all waiting;
 //! * [`execute`]: runs the schedules of [`algo`].
@@ -14,12 +15,12 @@
 //! Ranks of one machine that have rings also share the memory of `alloc`
 //! ([`host::shared`](super::host::shared)), and store into each other's parts of a buffer.
 //!
-//! The invariant: only the thread that runs an operation accesses data connections, and only the control
-//! thread reads control connections. A rank that fails notifies all peers before its caller gets the
-//! error. So a rank that ends because the group has failed is not reported as the cause.
+//! The invariant: only the thread that runs an operation accesses data connections, and only the
+//! control thread reads control connections. A rank that fails notifies all peers before its caller
+//! gets the error. So a rank that ends because the group has failed is not reported as the cause.
 //!
-//! Limit: a forked child keeps its parent's sockets open. If the parent is killed while a child lives,
-//! the peers detect that only by a timeout.
+//! Limit: a forked child keeps its parent's sockets open. If the parent is killed while a child
+//! lives, the peers detect that only by a timeout.
 
 pub(super) mod call;
 pub(super) mod connect;
@@ -48,7 +49,8 @@ use crate::memory::Span;
 use crate::net::stream::PeerStream;
 use crate::{BufferLocation, DType, Determinism, Error, OpDesc, Rank, Result, Verb};
 
-/// Maximum number of ranks: a rank has two or three connections to each peer, and each is an open file.
+/// Maximum number of ranks: a rank has two or three connections to each peer, and each is an open
+/// file.
 const MAX_RANKS: usize = 1024;
 /// Maximum size of scratch memory kept between operations, in bytes.
 const MAX_KEPT_SCRATCH: usize = 16 << 20;
@@ -60,7 +62,8 @@ pub(crate) struct Tcp {
     layout: Layout,
     determinism: Determinism,
     costs: Costs,
-    /// If the ranks of a machine share memory: the process of its first rank, whose files they open.
+    /// If the ranks of a machine share memory: the process of its first rank, whose files they
+    /// open.
     sharing: Option<u32>,
     state: Mutex<TcpState>,
     // Sends goodbyes when dropped.
@@ -111,8 +114,8 @@ fn layout(joining: &Joining<'_>) -> Layout {
 }
 
 impl Tcp {
-    /// Makes a group over these connections; blocks until all ranks have theirs. With `rings`, ranks of
-    /// one machine share memory.
+    /// Makes a group over these connections; blocks until all ranks have theirs. With `rings`,
+    /// ranks of one machine share memory.
     pub(super) fn new(
         joining: &Joining<'_>,
         backend: (&'static str, String),
@@ -278,16 +281,17 @@ impl Drop for Tcp {
         // A forked child must not send goodbyes for its parent.
         if self.core.forked() {
             self.control.forget();
-            // Closing gloo's connections would wait for its thread, which exists only in the parent.
+            // Closing gloo's connections would wait for its thread, which exists only in the
+            // parent.
             std::mem::forget(std::mem::take(&mut self.state.get_mut().streams));
         }
     }
 }
 
-/// The cost model. Ranks wait for each other after every chunk of a direct all-reduce; that pays off if a
-/// chunk's blocks fit into a core's cache and the sockets' buffers, because a larger chunk is sent,
-/// received and reduced at memory speed. Without rings a message within a machine costs as much as one
-/// between machines.
+/// The cost model. Ranks wait for each other after every chunk of a direct all-reduce; that pays
+/// off if a chunk's blocks fit into a core's cache and the sockets' buffers, because a larger chunk
+/// is sent, received and reduced at memory speed. Without rings a message within a machine costs as
+/// much as one between machines.
 pub(super) fn costs(rings: bool) -> Costs {
     let costs = Costs { min_chunk: 768 << 10, ..Costs::default() };
     if rings { costs } else { Costs { within: costs.between, ..costs } }

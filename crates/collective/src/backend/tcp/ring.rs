@@ -1,12 +1,13 @@
 //! Rings in shared memory, which carry data between two ranks of one machine.
 //!
-//! A rank sets a word in shared memory before it sleeps. The peer reads that word whenever it has moved
-//! something and, if it is set, sends a byte over the data connection, which carries nothing else. So a
-//! rank waits as for sockets, with one poll for all peers, and detects a death in the same way: the
-//! connection ends. Data that the peer put into its ring before that are received first.
+//! A rank sets a word in shared memory before it sleeps. The peer reads that word whenever it has
+//! moved something and, if it is set, sends a byte over the data connection, which carries nothing
+//! else. So a rank waits as for sockets, with one poll for all peers, and detects a death in the
+//! same way: the connection ends. Data that the peer put into its ring before that are received
+//! first.
 //!
-//! The lowest rank of a machine creates the memory, an unnamed file, and writes its descriptor to the
-//! store; the others open it through `/proc`.
+//! The lowest rank of a machine creates the memory, an unnamed file, and writes its descriptor to
+//! the store; the others open it through `/proc`.
 
 use std::io;
 use std::net::TcpStream;
@@ -92,8 +93,8 @@ impl PeerWaker for SocketWaker {
         let word = self.map.word(self.peer_asleep);
         // SeqCst, like the store that published the data before: see `poll_interest`.
         if word.load(Ordering::SeqCst) != 0 && word.swap(0, Ordering::SeqCst) != 0 {
-            // Fails if the socket's buffer is full, so that the peer has bytes to read, or if the connection
-            // has ended, which `after_poll` detects.
+            // Fails if the socket's buffer is full, so that the peer has bytes to read, or if the
+            // connection has ended, which `after_poll` detects.
             drop(sys::send(self.stream.as_fd(), &[1]));
         }
     }
@@ -106,8 +107,8 @@ impl PeerWaker for SocketWaker {
 impl PeerStream for Ring {
     fn poll_interest(&mut self, receive: bool, send: bool) -> io::Result<Option<PollFd<'_>>> {
         self.waker.sleeping = true;
-        // SeqCst: either the checks below see what the peer published, or the peer, which reads the word
-        // after publishing, sees it set.
+        // SeqCst: either the checks below see what the peer published, or the peer, which reads the
+        // word after publishing, sees it set.
         self.waker.map.word(self.waker.asleep).store(1, Ordering::SeqCst);
         let can_move = self.waker.ended || self.can_move(receive, send)?;
         Ok((!can_move).then(|| sys::interest(self.waker.stream.as_fd(), true, false)))

@@ -39,8 +39,8 @@ fn widen_bf16(halves: __m128i) -> __m256 {
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
 }
 
-/// Rounds to nearest even by adding 0x7fff, plus 1 if the kept part is odd. The only NaN passed here
-/// is the canonical one, which does not overflow.
+/// Rounds to nearest even by adding 0x7fff, plus 1 if the kept part is odd. The only NaN passed
+/// here is the canonical one, which does not overflow.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 fn narrow_bf16(x: __m256) -> __m128i {

@@ -75,13 +75,14 @@ fn prefetch(source: *const u8, bytes: usize) {
     }
 }
 
-/// Defines a kernel in a module that has `LANES`, `splat`, `add`, `mul`, `canonical`, and the named conversions
-/// from `LANES` elements in a vector of type `$raw` to `f32` and back.
+/// Defines a kernel in a module that has `LANES`, `splat`, `add`, `mul`, `canonical`, and the named
+/// conversions from `LANES` elements in a vector of type `$raw` to `f32` and back.
 macro_rules! kernel {
     ($kernel:ident, $instance:ident, $features:literal, $raw:ty, $widen:ident, $narrow:ident) => {
         #[target_feature(enable = $features)]
         pub(super) fn $kernel(operands: &Operands<'_>, scale: Option<f32>, start: usize) -> usize {
-            // Separate arguments, not inlined, tell the compiler that stores do not change the spans.
+            // Separate arguments, not inlined, tell the compiler that stores do not change the
+            // spans.
             let Operands { outs, sources, prefix, ranks } = *operands;
             match (prefix, ranks) {
                 (None, Some(_)) => $instance::<false>(outs, sources, None, false, scale, start),

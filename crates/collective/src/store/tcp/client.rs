@@ -8,9 +8,9 @@
 //! `set` is followed by a ping in the same write, and waits for the pong: when it returns, the
 //! server has stored the value, and any rank notified afterwards finds it.
 //!
-//! Invariant: a connection is idle only when every reply on it has been read completely, and it belongs to this process:
-//! a forked child closes its copies of its parent's connections, on which it would read the parent's replies, and opens
-//! its own.
+//! Invariant: a connection is idle only when every reply on it has been read completely, and it
+//! belongs to this process: a forked child closes its copies of its parent's connections, on which
+//! it would read the parent's replies, and opens its own.
 
 use std::io::ErrorKind;
 use std::net::IpAddr;
@@ -26,8 +26,8 @@ use crate::{Error, Result};
 
 /// A client of a [`TcpStoreServer`](super::server::TcpStoreServer), or of PyTorch's.
 ///
-/// On the wire every key has the prefix `/`, as with PyTorch's client. A fork of the process may use it, too: it opens
-/// connections of its own.
+/// On the wire every key has the prefix `/`, as with PyTorch's client. A fork of the process may
+/// use it, too: it opens connections of its own.
 #[derive(Debug)]
 pub struct TcpStore {
     host: String,
@@ -48,8 +48,8 @@ struct Idle {
 impl TcpStore {
     /// Connects to the store at `host` (a name or an address) and `port`, retrying until `timeout`:
     /// the server may start after its clients. Later operations that do not wait for a key have the
-    /// same `timeout`; those that do, and get no answer, end then, or two seconds after their own if
-    /// that is later.
+    /// same `timeout`; those that do, and get no answer, end then, or two seconds after their own
+    /// if that is later.
     ///
     /// # Errors
     ///
@@ -209,15 +209,17 @@ impl TcpStore {
         timeout: Duration,
     ) -> Result<bool> {
         let until = deadline(timeout);
-        // A server that is stalled for a moment does not end a short wait, nor a stopped one prolong a long one.
+        // A server that is stalled for a moment does not end a short wait, nor a stopped one
+        // prolong a long one.
         let with_answer = timeout.saturating_add(ANSWER_TIMEOUT);
         self.within(self.timeout.max(with_answer), during, |connection| {
             connection.wait(request, until)
         })
     }
 
-    /// Replaces the error of a request that adds to `key` if its value is not a number: like PyTorch's, the server
-    /// closes the connection then. Asks for the value once, because the server may have ended.
+    /// Replaces the error of a request that adds to `key` if its value is not a number: like
+    /// PyTorch's, the server closes the connection then. Asks for the value once, because the
+    /// server may have ended.
     fn explain_add(&self, key: &str, error: Error) -> Error {
         let Error::Store { store, during, .. } = &error else { return error };
         let wire = wire(key);
@@ -267,8 +269,8 @@ impl TcpStore {
         }
     }
 
-    /// Locks this process's idle connections. May return `None` in a fork, where a thread that exists only in the parent
-    /// may hold the lock.
+    /// Locks this process's idle connections. May return `None` in a fork, where a thread that
+    /// exists only in the parent may hold the lock.
     fn idle(&self) -> Option<MutexGuard<'_, Idle>> {
         let pid = std::process::id();
         let forked = pid != self.pid;

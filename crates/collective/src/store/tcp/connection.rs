@@ -33,9 +33,9 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Sends a request that waits, for keys or at a barrier, until `until`; returns false on timeout, which the server
-    /// must confirm before the deadline. A reply that the server sent before it read the cancel request counts as
-    /// success.
+    /// Sends a request that waits, for keys or at a barrier, until `until`; returns false on
+    /// timeout, which the server must confirm before the deadline. A reply that the server sent
+    /// before it read the cancel request counts as success.
     pub(super) fn wait(&mut self, request: Request<'_>, until: Instant) -> std::io::Result<bool> {
         let deadline = self.deadline;
         self.send(&[request])?;
@@ -105,8 +105,8 @@ impl Connection {
         Ok(blob)
     }
 
-    /// Sends requests. One that the server would refuse is an error of the kind `InvalidInput`, which
-    /// names the length that exceeds its limit, and nothing is sent.
+    /// Sends requests. One that the server would refuse is an error of the kind `InvalidInput`,
+    /// which names the length that exceeds its limit, and nothing is sent.
     pub(super) fn send(&mut self, requests: &[Request<'_>]) -> std::io::Result<()> {
         let mut bytes = Vec::new();
         for request in requests {

@@ -11,8 +11,8 @@ use tracing::{Event, Metadata, Subscriber};
 use tracing_core::span::Current;
 
 /// Lists spans and events of some targets, one a line: `open NAME field=value`, `enter NAME`,
-/// `exit NAME`, `close NAME`, and `NAME field=value` for an event. A message is left out beside other
-/// fields.
+/// `exit NAME`, `close NAME`, and `NAME field=value` for an event. A message is left out beside
+/// other fields.
 #[derive(Clone, Debug)]
 pub(crate) struct Collector {
     targets: &'static [&'static str],

@@ -1,9 +1,9 @@
 //! Ranks for the tests: as threads, and as processes that run this test binary again.
 //!
-//! A process rank runs the test `worker` of the crate's root, which does nothing in an ordinary run and
-//! calls the worker of the module that the role names. The ranks join through a store that the parent
-//! serves, and report through a directory that it removes. Children are killed when their handle is
-//! dropped, so none outlives a failed test.
+//! A process rank runs the test `worker` of the crate's root, which does nothing in an ordinary run
+//! and calls the worker of the module that the role names. The ranks join through a store that the
+//! parent serves, and report through a directory that it removes. Children are killed when their
+//! handle is dropped, so none outlives a failed test.
 
 pub(crate) mod collector;
 pub(crate) mod refuse;
@@ -24,7 +24,8 @@ use collective::{
 /// Longest time of anything in these tests, on a loaded machine and under a sanitizer.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(240);
 
-/// Time that counts as "at once", on a loaded machine and under a sanitizer; well below the timeouts.
+/// Time that counts as "at once", on a loaded machine and under a sanitizer; well below the
+/// timeouts.
 pub(crate) const SOON: Duration = Duration::from_secs(15);
 
 /// Calls `rank` on every rank, as threads of this process, and returns the results.
@@ -36,15 +37,15 @@ pub(crate) fn threads<T: Send>(
     play(ProcessGroup::threads(world, timeout).unwrap(), rank)
 }
 
-/// A group over a transport, see [`options`], whose ranks are in this process, each joined on its own
-/// thread.
+/// A group over a transport, see [`options`], whose ranks are in this process, each joined on its
+/// own thread.
 pub(crate) fn over(transport: &str, world: usize, timeout: Duration) -> Vec<ProcessGroup> {
     joined(world, |rank| options(transport, rank, timeout))
 }
 
-/// A rank's options for a transport. With `machines`, ranks alternate between two machines, and those of one
-/// share memory; with `pairs`, two neighbours share a machine; with `namespaces`, a machine is a network
-/// namespace.
+/// A rank's options for a transport. With `machines`, ranks alternate between two machines, and
+/// those of one share memory; with `pairs`, two neighbours share a machine; with `namespaces`, a
+/// machine is a network namespace.
 pub(crate) fn options(transport: &str, rank: Rank, timeout: Duration) -> GroupOptions {
     let options = GroupOptions::default().with_timeout(timeout);
     match transport {
@@ -195,8 +196,8 @@ impl Role {
     }
 }
 
-/// Starts a worker; `command` runs this program. A role begins with a module of these tests, `::`, and one
-/// of its scenarios.
+/// Starts a worker; `command` runs this program. A role begins with a module of these tests, `::`,
+/// and one of its scenarios.
 pub(crate) fn spawn(mut command: Command, role: &str) -> Child {
     command.args(["--exact", "worker", "--nocapture", "--test-threads=1"]);
     command.env("COLLECTIVE_TEST_ROLE", role);

@@ -119,8 +119,8 @@ fn plan(world: usize, seed: u64) -> Vec<Planned> {
     (0..15 * world as u64).map(one).collect()
 }
 
-/// Many messages between random pairs, which each rank passes in a different order. Only the order from
-/// one rank to another is kept.
+/// Many messages between random pairs, which each rank passes in a different order. Only the order
+/// from one rank to another is kept.
 fn batch<T: Number>(group: &ProcessGroup, seed: u64) -> Result<()> {
     let (rank, world) = (group.rank(), group.world_size());
     if world == 1 {

@@ -1,6 +1,6 @@
-//! One suite for every transport and world sizes 1 to 5: every verb, operator and type, compared bit for
-//! bit with a slow and obvious reference that computes the result from all ranks' inputs. Since every
-//! rank compares with the reference, all ranks have the same bits.
+//! One suite for every transport and world sizes 1 to 5: every verb, operator and type, compared
+//! bit for bit with a slow and obvious reference that computes the result from all ranks' inputs.
+//! Since every rank compares with the reference, all ranks have the same bits.
 
 mod common_rules;
 mod messages;
@@ -124,7 +124,8 @@ fn ranks_as_threads_on_two_machines() {
     over(|world| common::over("machines", world, TIMEOUT), several_messages());
 }
 
-/// For groups of more than eight ranks, which compare fingerprints in rounds (`backend::tcp::call`).
+/// For groups of more than eight ranks, which compare fingerprints in rounds
+/// (`backend::tcp::call`).
 const MANY: Scope = Scope { counts: &[34, 4100], uneven: 1, batches: 2, shared: false };
 
 /// Every verb, with one type that is reduced as it is and one that is reduced in `f32`.

@@ -17,7 +17,8 @@ pub(crate) trait Number: Element {
     fn reduce(op: ReduceOp, ranks: &[Self]) -> Self;
 }
 
-/// The low bytes of a number. No closures here and below: their calls are slow under AddressSanitizer.
+/// The low bytes of a number. No closures here and below: their calls are slow under
+/// AddressSanitizer.
 fn low<const N: usize>(bits: u64) -> [u8; N] {
     *bits.to_le_bytes().first_chunk().unwrap()
 }

@@ -1,5 +1,5 @@
-//! Limits on open files: they are raised if the system allows it; otherwise the rank that needs more
-//! reports that.
+//! Limits on open files: they are raised if the system allows it; otherwise the rank that needs
+//! more reports that.
 
 use std::fs;
 use std::net::TcpStream;

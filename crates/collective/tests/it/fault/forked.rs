@@ -1,4 +1,5 @@
-//! Forks of a rank's process: a child cannot use what belongs to its parent, and does not affect it.
+//! Forks of a rank's process: a child cannot use what belongs to its parent, and does not affect
+//! it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;

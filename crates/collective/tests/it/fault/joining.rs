@@ -13,8 +13,8 @@ use super::{SOON, TIMEOUT};
 use crate::common::options;
 use crate::common::refuse::refuse;
 
-/// Joins one store on all ranks at once, each with its own world size and options, and calls `then` with
-/// every group; returns the results by rank.
+/// Joins one store on all ranks at once, each with its own world size and options, and calls `then`
+/// with every group; returns the results by rank.
 fn join_all<T: Send>(
     ranks: Vec<(usize, GroupOptions)>,
     then: impl Fn(ProcessGroup) -> T + Sync,
@@ -98,7 +98,8 @@ fn ranks_may_differ_in_timeout_and_host_id() {
     }
 }
 
-/// Once the records are exchanged the others wait for its connections or in the first barrier, not at the store.
+/// Once the records are exchanged the others wait for its connections or in the first barrier, not
+/// at the store.
 #[test]
 fn the_reason_of_a_rank_that_fails_late_reaches_the_others() {
     let thread = &[libc::SYS_clone3, libc::SYS_clone][..];

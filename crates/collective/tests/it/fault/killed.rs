@@ -32,8 +32,8 @@ fn leftovers(path: &str) -> Vec<String> {
     names.filter(ours).collect()
 }
 
-/// Runs a group whose ranks have touched `mib` MiB and kills one rank; returns how long each survivor took
-/// to get its error.
+/// Runs a group whose ranks have touched `mib` MiB and kills one rank; returns how long each
+/// survivor took to get its error.
 fn one_world(seed: u64, mib: usize) -> Vec<Duration> {
     let mut random = Random(seed);
     let world = 2 + random.below(3);
@@ -98,8 +98,8 @@ fn a_killed_rank_with_much_memory_is_named_as_soon() {
     assert!(!figures() || p50 <= LATEST, "{p50:?}");
 }
 
-/// Runs a rank: random operations until one fails. If ranks are stopped, no point-to-point messages,
-/// whose timeouts name only the peer, see `messages`.
+/// Runs a rank: random operations until one fails. If ranks are stopped, no point-to-point
+/// messages, whose timeouts name only the peer, see `messages`.
 pub(crate) fn play(role: &Role, group: &ProcessGroup) {
     let verbs = if role.scenario.starts_with("stop-") { VERBS - 1 } else { VERBS };
     let mut numbers = role.scenario.split('-').skip(1).map(|number| number.parse().unwrap());
@@ -129,8 +129,8 @@ pub(crate) fn play(role: &Role, group: &ProcessGroup) {
 /// Number of operations; the last is point-to-point messages.
 const VERBS: usize = 16;
 
-/// Runs one of the first `verbs` operations, the same on all ranks if `random` is. Calls for the timeout
-/// when its buffers are ready.
+/// Runs one of the first `verbs` operations, the same on all ranks if `random` is. Calls for the
+/// timeout when its buffers are ready.
 fn anything(
     group: &ProcessGroup,
     verbs: usize,

@@ -21,9 +21,11 @@ fn ranks_that_are_not_dumpable_use_tcp_and_report_why() {
     workers.finish();
 }
 
-/// Keeps others from opening this process's memory, and this process, without capabilities, from opening theirs.
+/// Keeps others from opening this process's memory, and this process, without capabilities, from
+/// opening theirs.
 pub(crate) fn keep_private() {
-    // The header's version is _LINUX_CAPABILITY_VERSION_3, its process this one; the data are three sets, in halves.
+    // The header's version is _LINUX_CAPABILITY_VERSION_3, its process this one; the data are three
+    // sets, in halves.
     let (header, none) = ([0x2008_0522_u32, 0], [0_u32; 6]);
     // SAFETY: the pointers are valid during the call and have the layout that the kernel reads.
     assert_eq!(unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) }, 0);

@@ -10,8 +10,8 @@ use super::transports::{TestTransport, transports};
 use super::{Calls, SOON, TIMEOUT, at_once, in_time};
 use crate::common::{self, play};
 
-/// Rank 0 sends a message that rank 1 does not expect. Every rank gets both calls, in its current call or
-/// the next; no byte has changed.
+/// Rank 0 sends a message that rank 1 does not expect. Every rank gets both calls, in its current
+/// call or the next; no byte has changed.
 fn unexpected(
     transport: TestTransport,
     world: usize,
@@ -266,8 +266,8 @@ fn abort_wakes_a_receiver() {
     });
 }
 
-/// Rank 0 waits for two peers. The first to arrive is in its next call while the other is late, which is
-/// not a failure.
+/// Rank 0 waits for two peers. The first to arrive is in its next call while the other is late,
+/// which is not a failure.
 #[test]
 fn a_sender_in_its_next_call_does_not_fail_a_receiver_that_waits_for_another() {
     common::threads(3, TIMEOUT, |group| {

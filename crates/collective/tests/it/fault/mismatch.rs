@@ -1,5 +1,5 @@
-//! Ranks that call different operations, over every transport: all get the calls of all ranks, and no
-//! byte has changed.
+//! Ranks that call different operations, over every transport: all get the calls of all ranks, and
+//! no byte has changed.
 
 use std::sync::{Barrier, LazyLock};
 use std::time::Instant;
@@ -20,13 +20,14 @@ impl<F: Fn(&ProcessGroup, &mut [f32], &mut [f32]) -> Result<()> + Sync> Call for
 static ONES: LazyLock<Vec<f32>> = LazyLock::new(|| vec![1.0; 3 * 1_000_002]);
 static WHOLE: LazyLock<Vec<i32>> = LazyLock::new(|| vec![1; 1_000_002]);
 
-/// Ranks make `call` with equal buffers. All must get a mismatch of `field` with all calls, and unchanged
-/// buffers.
+/// Ranks make `call` with equal buffers. All must get a mismatch of `field` with all calls, and
+/// unchanged buffers.
 fn mismatch_of(transport: TestTransport, world: usize, field: &str, call: &impl Call) {
     LazyLock::force(&ONES);
     LazyLock::force(&WHOLE);
     for count in [12, transport.large] {
-        // Passed when all ranks have their errors, because comparing bytes takes a core from waiting ranks.
+        // Passed when all ranks have their errors, because comparing bytes takes a core from
+        // waiting ranks.
         let (told, calls) = (Barrier::new(world), Calls::default());
         play(transport.groups(world, TIMEOUT), |group| {
             let fill: Vec<f32> = (0..count).map(|i| (i + group.rank()) as f32).collect();
@@ -203,7 +204,8 @@ fn a_message_and_a_collective_are_a_mismatch() {
 
 #[test]
 fn different_block_lengths_are_a_mismatch_and_change_nothing() {
-    // The lengths that a rank gives: its own block is complete, one element is missing of the others'.
+    // The lengths that a rank gives: its own block is complete, one element is missing of the
+    // others'.
     let list = |group: &ProcessGroup, rank: usize, n: usize| -> Vec<usize> {
         (0..group.world_size()).map(|other| n - usize::from(other != rank)).collect()
     };

@@ -30,8 +30,8 @@ fn figures() -> bool {
     std::env::var_os("COLLECTIVE_FIGURES").is_some()
 }
 
-/// Checks that a rank that called at `start` fails soon after its timeout. It may fail with a rank that
-/// called earlier, but not before the timeout from `base`, before which no rank has called.
+/// Checks that a rank that called at `start` fails soon after its timeout. It may fail with a rank
+/// that called earlier, but not before the timeout from `base`, before which no rank has called.
 fn in_time(base: Instant, start: Instant, timeout: Duration) {
     let slack = if figures() { Duration::from_millis(10) } else { SOON };
     let (all, own) = (base.elapsed(), start.elapsed());
@@ -51,8 +51,8 @@ impl Calls {
         self.0.lock().unwrap().push(Instant::now());
     }
 
-    /// Time from the last call before `known` to `known`. A mismatch cannot be detected before that call,
-    /// and one of three ranks on two cores may call late.
+    /// Time from the last call before `known` to `known`. A mismatch cannot be detected before that
+    /// call, and one of three ranks on two cores may call late.
     fn until(&self, known: Instant) -> Duration {
         let calls = self.0.lock().unwrap();
         calls.iter().filter_map(|call| known.checked_duration_since(*call)).min().unwrap()
@@ -61,8 +61,10 @@ impl Calls {
 
 /// Checks that a mismatch was detected within 10 ms. The times are those of
 ///
-/// `COLLECTIVE_FIGURES=1 cargo test --release -p gradstack-collective --features gloo --test it -- fault::mismatch::
-/// fault::messages:: --nocapture --test-threads 1`
+/// ```sh
+/// COLLECTIVE_FIGURES=1 cargo test --release -p gradstack-collective --features gloo --test it -- \
+///   fault::mismatch:: fault::messages:: --nocapture --test-threads 1
+/// ```
 ///
 /// on a quiet machine. They include formatting the calls, hence `--release`.
 #[expect(clippy::print_stdout, reason = "prints the measured times")]

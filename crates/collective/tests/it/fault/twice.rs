@@ -101,7 +101,8 @@ pub(super) fn play(role: &Role) {
     role.write(&format!("report-{}-{}", role.rank, std::process::id()), &report);
 }
 
-/// A store whose `compare_set` is not atomic, and which keeps deleted keys, so that a late rank finds them.
+/// A store whose `compare_set` is not atomic, and which keeps deleted keys, so that a late rank
+/// finds them.
 #[derive(Debug)]
 struct Careless(MemoryStore);
 

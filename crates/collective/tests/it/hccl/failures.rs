@@ -29,8 +29,8 @@ impl Rank<'_> {
     }
 }
 
-/// Calls `rank` on every rank after a successful first operation and returns the errors. Checks that every
-/// rank's communicator was destroyed once, nothing is left, and the group is poisoned.
+/// Calls `rank` on every rank after a successful first operation and returns the errors. Checks
+/// that every rank's communicator was destroyed once, nothing is left, and the group is poisoned.
 fn failing(
     session: Session,
     world: usize,
@@ -102,7 +102,8 @@ fn a_missing_rank_is_named_by_all_other_ranks() {
     }
 }
 
-/// HCCL's own timeout expires before the group's: the error names the missing ranks and the variable to set.
+/// HCCL's own timeout expires before the group's: the error names the missing ranks and the
+/// variable to set.
 #[test]
 fn hccl_exec_timeout_error_names_missing_rank_and_variable() {
     let execute_timeout = Duration::from_millis(700);
@@ -185,8 +186,8 @@ fn with_checks_mismatched_calls_change_nothing() {
     }
 }
 
-/// Every error code of HCCL, from a call and asynchronously: the rank where it happens returns it, the others
-/// report it as that rank's failure.
+/// Every error code of HCCL, from a call and asynchronously: the rank where it happens returns it,
+/// the others report it as that rank's failure.
 #[test]
 fn every_hccl_error_fails_all_ranks() {
     let kinds = [

@@ -1,5 +1,5 @@
-//! Injects an error into each CANN call: the error is reported, nothing hangs, the cleanup breaks no rule of
-//! CANN, and nothing is destroyed twice.
+//! Injects an error into each CANN call: the error is reported, nothing hangs, the cleanup breaks
+//! no rule of CANN, and nothing is destroyed twice.
 
 use std::collections::BTreeMap;
 use std::sync::Barrier;
@@ -12,12 +12,12 @@ use npu_sys::sys::{Acl, Hccl, Nnop, Ops};
 
 use super::fake::{Memory, Stream, groups, play};
 
-/// The call to fail: a function, and which of its calls since the group has joined, or, for functions in
-/// [`JOINING`], since the start.
+/// The call to fail: a function, and which of its calls since the group has joined, or, for
+/// functions in [`JOINING`], since the start.
 type Fault = (&'static str, usize);
 
-/// Joins two ranks, uses every function, and drops the group; returns the number of calls of each function
-/// and the ranks' results.
+/// Joins two ranks, uses every function, and drops the group; returns the number of calls of each
+/// function and the ranks' results.
 fn run_all_functions(
     session: &Session,
     fault: Option<Fault>,
@@ -129,7 +129,8 @@ const JOINING: [&str; 6] = [
     "aclrtGetDevice",
 ];
 
-/// Called for one rank only: its error does not fail the group, whose other ranks wait for that rank.
+/// Called for one rank only: its error does not fail the group, whose other ranks wait for that
+/// rank.
 const CALLERS: [&str; 2] = ["aclrtMalloc", "aclrtStreamWaitEvent"];
 
 /// Called by the test itself while the group works.

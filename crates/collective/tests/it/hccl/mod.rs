@@ -1,7 +1,7 @@
 //! The backend over HCCL, on the simulator of CANN's protocol: no NPU is needed.
 //!
-//! The simulator enforces the rules of CANN's documents, injects faults, and reports at the end which rules
-//! were broken and what was not released; it does not show how real hardware behaves.
+//! The simulator enforces the rules of CANN's documents, injects faults, and reports at the end
+//! which rules were broken and what was not released; it does not show how real hardware behaves.
 
 #[cfg_attr(
     all(feature = "hccl", feature = "nccl"),

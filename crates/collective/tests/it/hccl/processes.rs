@@ -1,4 +1,5 @@
-//! Ranks as processes: killed, stopped, which backend `Auto` selects with NPUs, and which device a rank uses.
+//! Ranks as processes: killed, stopped, which backend `Auto` selects with NPUs, and which device a
+//! rank uses.
 
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
@@ -216,7 +217,8 @@ fn auto_selects_hccl_if_all_ranks_can_and_reports_why() {
     }
 }
 
-/// With the variables of a launcher that makes all devices, one device or some devices visible to each rank.
+/// With the variables of a launcher that makes all devices, one device or some devices visible to
+/// each rank.
 #[test]
 fn launched_ranks_use_their_local_or_only_visible_device() {
     let cann = home("");

@@ -1,4 +1,5 @@
-//! Gradients on the host, averaged by HCCL: the reducer with `through_device` against the reducer on the host.
+//! Gradients on the host, averaged by HCCL: the reducer with `through_device` against the reducer
+//! on the host.
 
 use std::time::Duration;
 
@@ -37,7 +38,8 @@ fn gradient(rank: usize, pass: usize, index: usize) -> Vec<f32> {
     (0..COUNTS[index]).map(number).collect()
 }
 
-/// Averages of several passes: the second only accumulates; the buckets are rebuilt after the first.
+/// Averages of several passes: the second only accumulates; the buckets are rebuilt after the
+/// first.
 fn averages<T: Gradient>(
     group: &ProcessGroup,
     options: ReducerOptions,

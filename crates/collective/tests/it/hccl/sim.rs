@@ -27,8 +27,8 @@ pub(crate) fn libraries_but(
         Some(other) => NonNull::new(other),
         None => npu_sim::symbol(name),
     };
-    // SAFETY: the simulator is generated from the rows of the tables; replacements have the prototypes of
-    // the functions that they replace.
+    // SAFETY: the simulator is generated from the rows of the tables; replacements have the
+    // prototypes of the functions that they replace.
     unsafe { Libraries::from_symbols(&find) }
 }
 
@@ -85,8 +85,8 @@ pub(crate) fn connect_all(options: &GroupOptions, libraries: &[Libraries]) -> Ve
     join_all(ranks).into_iter().map(Result::unwrap).collect()
 }
 
-/// Calls `rank` on every rank, with its stream; memory that it allocates is on its device. Everything has
-/// been released when this returns.
+/// Calls `rank` on every rank, with its stream; memory that it allocates is on its device.
+/// Everything has been released when this returns.
 pub(crate) fn play<T: Send>(
     ranks: Vec<Rank>,
     rank: impl Fn(ProcessGroup, &Stream) -> T + Sync,
@@ -135,8 +135,8 @@ pub(crate) fn has(op: ReduceOp, of: DType) -> bool {
     by && known.contains(&of)
 }
 
-/// Whether its results have the same bits as on the host, where an average is a product with the reciprocal,
-/// rounded once; averages have their own test.
+/// Whether its results have the same bits as on the host, where an average is a product with the
+/// reciprocal, rounded once; averages have their own test.
 pub(crate) fn reduces(op: ReduceOp, of: DType) -> bool {
     has(op, of) && op != ReduceOp::Avg
 }
@@ -200,7 +200,8 @@ impl<T: Element> Memory<T> {
 
     pub(crate) fn buf(&mut self) -> DeviceBuf {
         let address = self.buffer.address().expose_provenance() as u64;
-        // SAFETY: tests keep the memory until their work has settled, and do not access it meanwhile.
+        // SAFETY: tests keep the memory until their work has settled, and do not access it
+        // meanwhile.
         unsafe { DeviceBuf::from_raw(address, self.count, T::DTYPE) }.unwrap()
     }
 

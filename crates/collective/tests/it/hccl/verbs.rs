@@ -1,4 +1,5 @@
-//! Every verb on the memory of NPUs, for the types that HCCL supports; unsupported types and operators.
+//! Every verb on the memory of NPUs, for the types that HCCL supports; unsupported types and
+//! operators.
 
 use std::fmt::Debug;
 use std::time::Duration;

@@ -33,8 +33,9 @@ impl Rank<'_> {
     }
 }
 
-/// Calls `rank` on every rank after a successful first operation and returns the errors. Checks that every
-/// rank's communicator was aborted once and not destroyed, and that the group is poisoned.
+/// Calls `rank` on every rank after a successful first operation and returns the errors. Checks
+/// that every rank's communicator was aborted once and not destroyed, and that the group is
+/// poisoned.
 fn failing(
     devices: Range<u32>,
     config: &Config,
@@ -132,7 +133,8 @@ fn a_rank_whose_stream_is_blocked_is_named() {
     }
 }
 
-/// Over TCP, where each rank may be the first to abort, and with a rank that waits in a verb on slices.
+/// Over TCP, where each rank may be the first to abort, and with a rank that waits in a verb on
+/// slices.
 #[test]
 fn a_missing_rank_is_named_between_machines() {
     let (devices, store) = (devices(3), MemoryStore::new());
@@ -327,7 +329,8 @@ fn with_checks_calls_queued_before_enqueue_are_compared_first() {
     });
 }
 
-/// Injects an NCCL error on rank 1, which returns it; the other ranks report it as rank 1's failure.
+/// Injects an NCCL error on rank 1, which returns it; the other ranks report it as rank 1's
+/// failure.
 fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
     let devices = devices(3);
     Fake::get().fault(function, devices.start + 1, 2, fault);

@@ -203,7 +203,8 @@ fn nccl_comm_split_subgroup_survives_parent_abort() {
     let groups: Vec<_> = groups.into_iter().map(Result::unwrap).collect();
     Fake::get().fault("ncclCommSplit", devices.start, 1, Fault::Progress(5000));
     play(groups, |group| {
-        // Rank 3 joins no subgroup, and may not abort while rank 0 is not ready; the others join in reverse order.
+        // Rank 3 joins no subgroup, and may not abort while rank 0 is not ready; the others join in
+        // reverse order.
         let color = (group.rank() < 3).then_some(7);
         let part = group.split(color, -(group.rank() as i64)).unwrap();
         let Some(part) = part else {
@@ -270,7 +271,8 @@ fn a_failed_split_fails_the_group() {
             let text = group.split(Some(0), 0).unwrap_err().to_string();
             let expected = match fault {
                 Fault::Hang => ["ncclCommSplit", "did not join in time"],
-                // `ncclCommSplit` succeeds on rank 1, which learns of rank 0's failure when it joins the subgroup.
+                // `ncclCommSplit` succeeds on rank 1, which learns of rank 0's failure when it
+                // joins the subgroup.
                 Fault::Async(_) => ["ncclCommGetAsyncError", "ncclRemoteError"],
                 _ => ["ncclCommSplit", "ncclInternalError"],
             };

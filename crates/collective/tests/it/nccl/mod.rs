@@ -1,7 +1,7 @@
 //! The backend over NCCL, against a fake NCCL that the tests compile: no GPU is needed.
 //!
-//! The fake ([`fake`]) enforces NCCL's rules strictly and injects faults; it does not show how NCCL itself
-//! behaves. The tests of [`real`] use the real NCCL if its path is given.
+//! The fake ([`fake`]) enforces NCCL's rules strictly and injects faults; it does not show how NCCL
+//! itself behaves. The tests of [`real`] use the real NCCL if its path is given.
 
 #[cfg_attr(
     all(feature = "hccl", feature = "nccl"),

@@ -1,7 +1,8 @@
-//! The real NCCL without a GPU: its version, its unique ids, and the error of an init without a driver.
+//! The real NCCL without a GPU: its version, its unique ids, and the error of an init without a
+//! driver.
 //!
-//! `COLLECTIVE_REAL_NCCL` is its path, for example after `pip install nvidia-nccl-cu12` (some 300 MB). The
-//! driver is the fake, whose devices the real NCCL does not find.
+//! `COLLECTIVE_REAL_NCCL` is its path, for example after `pip install nvidia-nccl-cu12` (some 300
+//! MB). The driver is the fake, whose devices the real NCCL does not find.
 
 #![expect(unsafe_code, reason = "opens NCCL")]
 

@@ -1,5 +1,5 @@
-//! The reducer on device memory: the same bits as the reducer on the host, without blocking the host, with
-//! every memory access ordered.
+//! The reducer on device memory: the same bits as the reducer on the host, without blocking the
+//! host, with every memory access ordered.
 
 #[path = "reducer_buckets.rs"]
 mod buckets;
@@ -299,7 +299,8 @@ fn same<T: Element + Debug>(side: &Side<Kernels>, twin: &Reducer, index: usize) 
 fn matches_the_host_reducer_bit_for_bit() {
     for seed in 0..8_u64 {
         let world = 1 + seed as u32 % 3;
-        // The reference has its own group on the host, so each reducer has its own order of operations.
+        // The reference has its own group on the host, so each reducer has its own order of
+        // operations.
         let twins = ProcessGroup::threads(world as usize, DEADLINE).unwrap();
         ranks(world, DEADLINE, |group| {
             let random = &mut Random(seed);
@@ -487,7 +488,8 @@ fn unused_parameters_count_as_zero_or_are_an_error_on_every_rank() {
     }
 }
 
-/// Ends a pass on all ranks: a later failure would also fail it on a rank that has not completed it.
+/// Ends a pass on all ranks: a later failure would also fail it on a rank that has not completed
+/// it.
 fn wait_for_all_ranks<K: BucketKernels>(side: &Side<K>) {
     side.reducer.wait().unwrap();
     side.reducer.group().barrier().unwrap();

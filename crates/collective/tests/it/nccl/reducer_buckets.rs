@@ -39,7 +39,8 @@ fn compression_hooks_round_before_and_after_the_average() {
     }
 }
 
-/// A value above the range of `f16` becomes infinite on all ranks, and every rank's epilogue sees it.
+/// A value above the range of `f16` becomes infinite on all ranks, and every rank's epilogue sees
+/// it.
 #[test]
 fn a_compressed_bucket_overflows_on_all_ranks() {
     for (hook, fits) in [(CommHook::Fp16Compress, false), (CommHook::Bf16Compress, true)] {

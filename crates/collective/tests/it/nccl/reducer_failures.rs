@@ -119,7 +119,8 @@ fn misuse_is_an_error_and_changes_nothing() {
         side.finish().unwrap();
         assert_eq!(side.firsts(2), [Some(1.0), Some(1.0)]);
     });
-    // Without kernels a gradient cannot be added to an earlier one. The group fails, so it has one rank.
+    // Without kernels a gradient cannot be added to an earlier one. The group fails, so it has one
+    // rank.
     ranks(1, DEADLINE, |group| {
         let mut side = Side::new(group, params(&[2]), tiny(), NoKernels);
         side.pass(&[2], true, |_| 1.0);

@@ -1,4 +1,5 @@
-//! Every verb on device memory over NCCL; memory that NCCL allocates, launches, and unsupported operations.
+//! Every verb on device memory over NCCL; memory that NCCL allocates, launches, and unsupported
+//! operations.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -59,7 +60,8 @@ fn verbs_work_for_types_that_nccl_lacks() {
     every_size(moves::<collective::F8E4M3>);
 }
 
-/// The fake rounds an `f16` once, as the host does; otherwise these comparisons would be meaningless.
+/// The fake rounds an `f16` once, as the host does; otherwise these comparisons would be
+/// meaningless.
 #[test]
 fn f16_sums_round_as_on_the_host() {
     every_size(|group, stream| {
@@ -261,7 +263,8 @@ fn verbs_accept_registered_and_nccl_allocated_memory() {
     });
 }
 
-/// Registrations and memory are dropped in any order, also after their group, whether or not it has failed.
+/// Registrations and memory are dropped in any order, also after their group, whether or not it has
+/// failed.
 #[test]
 fn registrations_and_memory_may_outlive_their_group() {
     for fails in [false, true] {

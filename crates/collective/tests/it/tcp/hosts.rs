@@ -1,8 +1,8 @@
-//! Several hosts, as network namespaces on one switch: killed processes, cut cables, unplugged links, lost
-//! and slow packets; and how many bytes a host sends.
+//! Several hosts, as network namespaces on one switch: killed processes, cut cables, unplugged
+//! links, lost and slow packets; and how many bytes a host sends.
 //!
-//! Needs root, iproute2 and iptables. The switch is a bridge in its own namespace, so this machine's
-//! network is not changed, and everything is removed when the test ends.
+//! Needs root, iproute2 and iptables. The switch is a bridge in its own namespace, so this
+//! machine's network is not changed, and everything is removed when the test ends.
 
 use std::fs;
 use std::path::Path;
@@ -207,7 +207,8 @@ pub(crate) fn work_a_while(group: &ProcessGroup) -> Result<()> {
 /// Elements of the all-reduce whose bytes are counted.
 const COUNTED: usize = 1 << 20;
 
-/// Runs an all-reduce and returns the bytes that this host has sent for it, as a multiple of the buffer's.
+/// Runs an all-reduce and returns the bytes that this host has sent for it, as a multiple of the
+/// buffer's.
 pub(crate) fn bytes_sent(group: &ProcessGroup) -> Result<f64> {
     let mut x = vec![group.rank() as f32; COUNTED];
     let sent = || {
@@ -268,7 +269,8 @@ fn a_cut_cable_is_named_within_the_timeout() {
     }
 }
 
-/// Cuts off the second of three hosts, which forwards the partial sums of the first, and then the last host.
+/// Cuts off the second of three hosts, which forwards the partial sums of the first, and then the
+/// last host.
 #[test]
 #[ignore = "needs root and iproute2: network namespaces"]
 fn a_host_of_two_ranks_that_is_cut_off_during_an_all_reduce_is_named() {

@@ -1,6 +1,6 @@
-//! Tests of the TCP transport only: connecting, the ranks that a timeout names, mismatched messages. The
-//! failures of every transport are in `fault/transports.rs`. These tests use the loopback; those in
-//! [`hosts`] use network namespaces, where cables are cut.
+//! Tests of the TCP transport only: connecting, the ranks that a timeout names, mismatched
+//! messages. The failures of every transport are in `fault/transports.rs`. These tests use the
+//! loopback; those in [`hosts`] use network namespaces, where cables are cut.
 
 mod hosts;
 
@@ -24,8 +24,8 @@ fn options(timeout: Duration) -> GroupOptions {
     GroupOptions::default().with_timeout(timeout).with_transport(Transport::Tcp)
 }
 
-/// Calls `rank` on every rank of a group over TCP, and of one on two machines whose ranks share memory;
-/// returns the results.
+/// Calls `rank` on every rank of a group over TCP, and of one on two machines whose ranks share
+/// memory; returns the results.
 fn over_both<T: Send>(
     world: usize,
     timeout: Duration,

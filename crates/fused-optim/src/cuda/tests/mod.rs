@@ -1,5 +1,5 @@
-//! Compares the kernels with the CPU's rules, bit for bit: on the GPU that `$CUDA_TEST_DEVICE` names, or else compiled
-//! for the CPU. Tests whose names end with `on_the_shim` need the latter.
+//! Compares the kernels with the CPU's rules, bit for bit: on the GPU that `$CUDA_TEST_DEVICE`
+//! names, or else compiled for the CPU. Tests whose names end with `on_the_shim` need the latter.
 
 #![expect(unsafe_code, reason = "kernels access the test's memory")]
 
@@ -23,8 +23,8 @@ pub(super) fn test_device(seed: u64) -> TestDevice {
     TestDevice::new(SHIM, seed)
 }
 
-/// Number of the types in `macros`. Changes `macros` so that a rule's kernels are compiled for all types together, or,
-/// if `alone`, only for these.
+/// Number of the types in `macros`. Changes `macros` so that a rule's kernels are compiled for all
+/// types together, or, if `alone`, only for these.
 fn types(macros: &mut Vec<String>, alone: bool) -> u32 {
     let Some([grad, weight, master]) = macros.get_mut(2..5) else { return 0 };
     let number = |text: &str| {
@@ -177,7 +177,7 @@ pub(super) fn kinds() -> Vec<Kind> {
     all.filter(|kind| kind.weight != DType::F32 || kind.how == HalfWeights::Master).collect()
 }
 
-/// Element counts and rows: empty, less than a pack, around the size of a warp's chunk, a block, a span.
+/// Element counts and rows: empty, less than a pack, around a warp's chunk, a block, a span.
 const SIZES: [(usize, usize); 17] = [
     (0, 0),
     (1, 0),
@@ -317,7 +317,7 @@ fn same_tensors(ones: &[One], twins: &[Twin]) -> std::result::Result<(), String>
     Ok(())
 }
 
-/// Steps on the CPU and on the device, on tensors of these kinds in turn. Returns where they first differ.
+/// Steps on CPU and device, on tensors of these kinds in turn. Returns their first difference.
 pub(super) fn compare<H: DeviceHyper>(
     hypers: [H; 2],
     on: TestDevice,
@@ -452,7 +452,7 @@ fn some_sizes(random: &mut Random) -> Vec<(usize, usize)> {
     SIZES.into_iter().enumerate().filter_map(size).chain([(8200, 0), (9, 3)]).collect()
 }
 
-/// Compares two groups of a rule, with all types. `$FUSED_OPTIM_SEEDS` is the number of seeds; by default 1.
+/// Compares two groups of a rule, with all types, by `$FUSED_OPTIM_SEEDS` seeds (default: 1).
 fn agree<H: DeviceHyper>(hyper: H, other: H) {
     agree_on(&kinds(), hyper, other);
 }

@@ -1,4 +1,5 @@
-//! Which of CANN's fused kernels a step uses, that they give the same results, and the number of launches of a step.
+//! Which of CANN's fused kernels a step uses, that they give the same results, and the number of
+//! launches of a step.
 
 use npu_sim::{LATER, ops, ops_without};
 
@@ -19,7 +20,8 @@ fn rules_with_fused_kernels_agree_with_the_cpu() {
     agree!(AdamW, exact, hyper, true, Soc::Ascend910C);
 }
 
-/// The kernel of a step depends on CANN's version, chip, hyper-parameters, step, and `with_kernels`.
+/// The kernel of a step depends on CANN's version, chip, hyper-parameters, step, and
+/// `with_kernels`.
 #[test]
 fn fused_kernels_are_used_where_supported() {
     let (new, sgd, adamw) = (ops(), SgdHyper::default(), AdamWHyper::default());
@@ -116,7 +118,8 @@ fn launch_counts_are_as_documented() {
     assert_eq!(costs!(b, AdamHyper { amsgrad: true, ..adam }, F32, plain), same((9, 0)));
     assert_eq!(costs!(b, AdamHyper { weight_decay: 0.1, ..adam }, F32, plain), same((9, 0)));
     let adamw = AdamWHyper::default();
-    // The error of an f32 β is corrected: of 0.999, not of values that are exact in f32; not in maxima.
+    // The error of an f32 β is corrected: of 0.999, not of values that are exact in f32; not in
+    // maxima.
     assert_eq!(costs!(b, adamw, F32, plain), same((3, 0)));
     assert_eq!(costs!(b, adamw, F32, plain, older), same((3, 0)));
     assert_eq!(costs!(b, adamw, F32, plain, ops_without(&KERNELS)), same((9, 0)));

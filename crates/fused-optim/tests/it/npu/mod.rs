@@ -1,5 +1,5 @@
-//! Optimizers on the CANN simulator compared with those of the CPU: types, clipping, late gradients, saving,
-//! launches, misuse, and calls that fail.
+//! Optimizers on the CANN simulator compared with those of the CPU: types, clipping, late
+//! gradients, saving, launches, misuse, and calls that fail.
 
 use fused_optim::npu::{HostOptimizer, NpuOptimizer, NpuParam, Operators};
 use fused_optim::*;

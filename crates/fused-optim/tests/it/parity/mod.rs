@@ -1,7 +1,7 @@
 //! Trajectories compared with vectors of f64 references; see `tests/vectors/README.md`.
 //!
-//! The check is generic over the subject: the crate's optimizers, a plain loop (the slow,
-//! obvious twin), and that loop with one mistake in it. The first two must pass and every mistake must
+//! The check is generic over the subject: the crate's optimizers, a plain loop (the slow, obvious
+//! twin), and that loop with one mistake in it. The first two must pass and every mistake must
 //! fail, otherwise the vectors or the tolerance prove nothing.
 //!
 //! `ORACLE_DIR` names another folder of the same format; all of its cases are run too.
@@ -153,7 +153,8 @@ fn the_plain_loop_passes_and_every_mistake_fails() {
     assert!(passed.is_empty(), "{passed:?} passed every case");
 }
 
-/// Values that Ascend's test suite recorded for its optimizers: sums of each parameter after ten steps.
+/// Values that Ascend's test suite recorded for its optimizers: sums of each parameter after ten
+/// steps.
 struct Golden {
     /// For messages.
     name: String,

@@ -45,8 +45,8 @@ fn every_case_is_reproduced_on_the_simulator() {
         (ops_without(LATER), ["aclnnFusedSgd", "aclnnFusedAdamw", "aclnnApplyAdamWV2"]);
     let (mut failures, mut kernels) = (Vec::new(), [0; 3]);
     for (at, loaded) in cases.iter().enumerate() {
-        // Operators differ between chips and versions. Each case checks the gradients on one chip and not on
-        // the other.
+        // Operators differ between chips and versions. Each case checks the gradients on one chip
+        // and not on the other.
         let mut ways =
             vec![(at % 2 == 0, Soc::Ascend910A, ops()), (at % 2 == 1, Soc::Ascend910B, ops())];
         if ["sgd", "adamw"].contains(&loaded.case.kind.as_str()) {

@@ -1,7 +1,7 @@
-//! What a job of `train_data::Workers` costs, compared with crossbeam's bare channels.
+//! Cost of a job of `train_data::Workers`, compared with bare crossbeam channels.
 //!
-//! Jobs do nothing. `bare` has a thread for each worker that passes numbers from one bounded
-//! channel to another of the same capacity, out of order: the ceiling.
+//! Jobs are no-ops. `bare` is the upper bound: one thread per worker passes numbers, out of order,
+//! from one bounded channel to another of the same capacity.
 
 use std::thread;
 

@@ -22,7 +22,7 @@ optimizer = { type = "SGD", lr = 0.1 }
 max_epochs = 1
 "#;
 
-/// What to replace, with what, and what the error then says after the file's name.
+/// The text to replace, its replacement, and the expected error after the file's name.
 const MISTAKES: &[(&str, &str, &str)] = &[
     ("\"Mlp\"", "\"Mpl\"", ":2:8: unknown model `Mpl`; did you mean `Mlp`?"),
     (

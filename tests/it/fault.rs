@@ -47,7 +47,7 @@ fn the_survivor_names_the_dead_rank_and_ends() {
     let mut victim = rank(&job, 1, port);
     let status = wait(&mut victim, tests::DEADLINE);
     assert!(!status.success());
-    // What the issue of this test is: no longer than 5 s from here.
+    // The behaviour under test: the survivor ends within 5 s.
     wait(&mut survivor, Duration::from_secs(5));
     let pid = victim.id();
     let output = survivor.wait_with_output().unwrap();

@@ -188,7 +188,7 @@ fn check_imports(krate: &str, root: &[&str], folders: &[&str], exceptions: &[(&s
         let depth = name.components().count() - usize::from(stem == "mod");
         let roots = [format!("crate::{absolute}"), "super::".repeat(depth)];
         for (line, import) in imports(&std::fs::read_to_string(&file).unwrap(), &roots) {
-            // What the root itself defines has no folder: `crate::Rank`.
+            // Items that the root itself defines, such as `crate::Rank`, have no folder.
             let Some(other) = rank(&import).filter(|other| *other > own) else { continue };
             match exceptions.iter().find(|known| **known == (folder, folders[other])) {
                 Some(known) => drop(excused.insert(*known)),
@@ -228,9 +228,9 @@ fn rust_files(folder: &Path) -> Vec<PathBuf> {
     files.chain(folders.iter().flat_map(|folder| rust_files(folder))).collect()
 }
 
-/// What stands behind each of `roots`, such as `crate::`, before a file's tests, and its line,
-/// counted from 1; of `crate::{..}` each name that begins a path. Not what only the documentation
-/// imports.
+/// The imports of a file: the line, counted from 1, and the first path segment after each of
+/// `roots`, such as `crate::`; for a group `crate::{..}`, the first segment of each of its paths.
+/// Tests and imports for the documentation alone are skipped.
 fn imports(text: &str, roots: &[String]) -> Vec<(usize, String)> {
     let lines = text.lines().take_while(|line| !line.starts_with("#[cfg(test)]"));
     let mut doc = false;

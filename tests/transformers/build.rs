@@ -42,7 +42,7 @@ fn moved(text: &str) -> String {
     text
 }
 
-/// Where cargo has candle-transformers.
+/// The folder of candle-transformers' sources, from `cargo metadata`.
 fn source() -> PathBuf {
     let cargo = env::var_os("CARGO").expect("cargo sets it");
     let output = Command::new(cargo)

@@ -69,7 +69,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// What to time.
+/// The measured operation, its world and its buffers.
 struct Task {
     name: String,
     world: usize,

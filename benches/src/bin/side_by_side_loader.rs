@@ -23,7 +23,7 @@ use train_data::{
 
 /// Samples in a batch.
 const BATCH: usize = 4;
-/// What one sample of `wait` takes; a step takes [`BATCH`] times as long.
+/// Duration of one sample of `wait`; a step takes [`BATCH`] times as long.
 const WAIT: Duration = Duration::from_millis(5);
 /// Rounds of a sample of `spin`, a few milliseconds; a step has [`BATCH`] times as many.
 const ROUNDS: u64 = 10_000_000;

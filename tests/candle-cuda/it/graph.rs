@@ -35,7 +35,7 @@ fn a_graph_runs_when_it_is_launched_and_as_often() -> Result<()> {
     let (device, stream) = device()?;
     let x = Tensor::new(&[1f32, 2.0, 3.0], &device)?;
     let sum = Tensor::zeros(3, DType::F32, &device)?;
-    // What is captured is not run, but its kernels are loaded.
+    // A capture does not run kernels and cannot load them, so `step` first runs outside of one.
     let step = || sum.slice_set(&(x.sqr()? + &sum)?, 0, 0);
     step()?;
     let (called, graph) = capture(&stream, step);
@@ -65,7 +65,8 @@ fn waits_and_copies_to_the_host_end_a_capture_with_an_error() -> Result<()> {
         let (failed, graph) = capture(&stream, call);
         assert!(failed && graph.is_err());
     }
-    // What a capture that failed does not free is an error of it, not of what follows.
+    // The result of a failed capture cannot be freed. cudarc records that error in the context;
+    // `check_err` clears it.
     let (_, graph) = capture(&stream, || (x.sqr(), stream.synchronize().is_err()));
     assert!(graph.is_err());
     let _ = stream.context().check_err();
@@ -104,7 +105,7 @@ fn memory_that_is_there_no_more_is_noticed() {
         let (y, graph) = capture(&stream, || x.sqr().map(drop));
         y?;
         drop(x);
-        // Where it was, most likely.
+        // The new tensor most likely has the old one's address.
         let _x = Tensor::new(&[1f32, 2.0], &device)?;
         graph.map_err(Error::wrap)?.unwrap().launch().map_err(Error::wrap)
     });

@@ -1,8 +1,8 @@
-//! candle's operators on the fake GPU beside the CPU: values, and gradients where there are any.
+//! candle's operators on the fake GPU, compared with the CPU: values, and gradients if any.
 //!
-//! What runs is candle's own CUDA backend and its kernels; only who executes them is not NVIDIA.
-//! Both sides may be wrong alike (candle's gradients of some operators are): here they have to be
-//! equal.
+//! The code under test is candle's own CUDA backend and its kernels, executed by the fake GPU. Both
+//! sides may have the same error (candle's gradients of some operators are wrong); these tests only
+//! require that they are equal.
 
 #![expect(clippy::disallowed_methods, reason = "both sides are candle's own, wrong or right")]
 

@@ -1,4 +1,5 @@
-//! What the fake GPU has not, and what a GPU would silently do wrong, ends the process with a word.
+//! Features that the fake GPU lacks, and errors that a GPU would not report, are reported with a
+//! message; most of them abort the process.
 
 use std::path::Path;
 use std::process::Command;

@@ -11,7 +11,7 @@ use npu_sys::sys::*;
 
 use crate::world::called;
 
-/// What a function of C returns, made of what the function here returned.
+/// The return type of a C function, made from the result of its implementation.
 trait Answer {
     type Value;
 

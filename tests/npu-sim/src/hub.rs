@@ -1,5 +1,5 @@
-//! Where the ranks of a communicator meet: every operation goes through one thread of the root,
-//! which collects what the ranks send, folds it in the order of ranks, and sends each its result.
+//! The hub of a communicator: every operation goes through one thread of the root's process, which
+//! collects the ranks' data, reduces it in the order of ranks, and sends each rank its result.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,7 +15,7 @@ use crate::kernels::to_half;
 use crate::wire::{Frame, Part};
 use crate::world::world;
 
-/// What is asked of the hub.
+/// The kind of a request to the hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(crate) enum Verb {
@@ -57,7 +57,7 @@ pub(crate) fn open(patience: Duration) -> io::Result<SocketAddr> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let address = listener.local_addr()?;
     thread::Builder::new().name("npu-sim hub".into()).spawn(move || {
-        // Whoever waits for this hub sees the connection end.
+        // On failure the connections close, so the ranks that wait for the hub get an error.
         if let Ok(ranks) = assemble(&listener, patience) {
             serve(ranks);
         }
@@ -105,7 +105,7 @@ fn assemble(listener: &TcpListener, patience: Duration) -> io::Result<Vec<TcpStr
 
 fn refuse(ranks: impl Iterator<Item = TcpStream>) {
     let refused = Frame { kind: PARAMETER as u64, ..Frame::default() };
-    // Who has gone needs no answer.
+    // A rank that has left needs no answer.
     ranks.for_each(|mut stream| drop(refused.write(&mut stream)));
 }
 
@@ -161,7 +161,7 @@ fn answer_all(mut ranks: Vec<&TcpStream>, arrivals: &Receiver<Arrival>) {
         // Rank 0 last: with its answer its process may end, which as a rule has this thread.
         for (rank, answer) in answers.into_iter().rev() {
             outstanding[rank] = None;
-            // Who has gone needs no answer.
+            // A rank that has left needs no answer.
             drop(answer.write(&mut ranks[rank]));
         }
     }
@@ -210,9 +210,8 @@ fn fold(frames: &[Frame]) -> Vec<Frame> {
     }
 }
 
-/// Folds in the order of ranks: integers wrap, floats add up in f32 and are rounded once. Where a
-/// chip's f16 saturates it does so here, too; no document says that this sets the overflow flag, so
-/// it does not.
+/// Reduces in the order of ranks: integers wrap, floats are reduced in f32 and rounded once. f16
+/// saturates if the chip's does; no document says that this sets the overflow flag, so it does not.
 fn reduce(sent: &[&[u8]], dtype: HcclDataType, op: HcclReduceOp) -> Vec<u8> {
     match dtype {
         HcclDataType::INT8 => {

@@ -1,5 +1,5 @@
-//! What operators compute, as plain loops: everything is read, computed in f32, rounded once,
-//! written.
+//! The operators' computations as plain loops: each reads all its inputs, computes in f32, rounds
+//! once and writes.
 
 use half::{bf16, f16};
 use npu_sys::sys::AclDataType;
@@ -23,7 +23,7 @@ pub(crate) struct Kernel {
 /// forbid.
 pub(crate) type Compute = std::sync::Arc<dyn Fn(&[Numbers]) -> Vec<Numbers> + Send + Sync>;
 
-/// What a kernel reports that followed a bad address.
+/// Status of a kernel that accesses an invalid address or gets numbers its documents forbid.
 const VECTOR_CORE: i32 = 507_035;
 
 impl Kernel {
@@ -122,7 +122,7 @@ pub(crate) fn broadcasts(from: &[usize], to: &[usize]) -> bool {
     from.len() <= to.len() && pairs.into_iter().all(|(from, to)| from == to || *from == 1)
 }
 
-/// Where the number is that goes with the `place`-th of the output.
+/// Index of the input's number that is broadcast to the output's number at index `place`.
 fn broadcast(from: &[usize], to: &[usize], mut place: usize) -> usize {
     let (mut at, mut stride) = (0, 1);
     for (behind, dim) in to.iter().rev().enumerate() {

@@ -1,24 +1,23 @@
-//! CANN as its documents describe it, over memory of the host: AscendCL, aclnn's operators and
-//! HCCL.
+//! A simulator of CANN as its documents describe it, in host memory: AscendCL, aclnn's operators
+//! and HCCL.
 //!
-//! What it is for: showing that a program keeps CANN's rules. It is no model of speed, of the order
-//! in which kernels add, nor of what the documents leave open, and a program that passes here has
-//! not been run on Ascend. It is built from the rows of `npu-sys`, so a function cannot be missing
-//! or of another type than there; that the rows are CANN's own is checked against real headers, not
-//! here.
+//! Its purpose is to show that a program keeps CANN's rules. It does not model speed, the order in
+//! which kernels add, or behaviour that the documents leave open; a program that passes here has
+//! not been run on Ascend. It is built from the rows of `npu-sys`, so every function exists and has
+//! the type declared there; a separate check compares the rows with CANN's headers.
 //!
 //! * A breach of a rule with a documented status gives that status. A breach whose outcome the
 //!   documents leave undefined is a violation as well: it is listed by [`Session::finish`].
-//! * Streams are threads. By default they are lazy: nothing in a stream is done before somebody
-//!   waits for it or asks after it, which is the latest that hardware may do it. So what reads a
-//!   result, frees a buffer or reuses memory too early is found every time, not once in a while.
-//! * Addresses of devices are not addresses: who follows one on the host crashes.
-//! * Fresh memory holds NaN, and every allocation has a margin that is looked at when it is freed.
+//! * Streams are threads. By default they are lazy: work in a stream runs only when a caller waits
+//!   for it or queries it, the latest time that hardware may run it. So a program that reads a
+//!   result, frees a buffer or reuses memory too early fails every time, not once in a while.
+//! * Device addresses are not mapped on the host: dereferencing one there crashes.
+//! * Fresh memory holds NaN, and every allocation has a margin that is checked when it is freed.
 //!
-//! Linked into a test ([`start`], [`acl`], [`nnop`], [`ops`], [`hccl`]), or opened as
-//! `libnpu_sim.so` in place of `libascendcl.so`, `libnnopbase.so`, `libopapi.so` and `libhccl.so`,
-//! when the environment takes the place of [`Config`]: `NPU_SIM_SOC`, `NPU_SIM_DEVICES`,
-//! `NPU_SIM_EAGER`, `NPU_SIM_FAULT` as `function:nth:code`, and `NPU_SIM_REPORT` names a file that
+//! A test links the simulator ([`start`], [`acl`], [`nnop`], [`ops`], [`hccl`]), or opens it as
+//! `libnpu_sim.so` in place of `libascendcl.so`, `libnnopbase.so`, `libopapi.so` and `libhccl.so`.
+//! The library takes its [`Config`] from the environment: `NPU_SIM_SOC`, `NPU_SIM_DEVICES`,
+//! `NPU_SIM_EAGER`, `NPU_SIM_FAULT` as `function:nth:code`, and `NPU_SIM_REPORT`, the file that
 //! violations are appended to.
 
 mod acl;

@@ -120,7 +120,7 @@ impl Memory {
         before.is_some_and(|(start, block)| address < start + block.bytes)
     }
 
-    /// Where a device's range really is.
+    /// The host address of a device's range.
     pub(crate) fn on_device(
         &self,
         address: usize,

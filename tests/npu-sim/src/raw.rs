@@ -1,7 +1,7 @@
-//! What a caller's pointers lead to. Every pointer from C is followed here and nowhere else.
+//! Access to the memory behind a caller's pointers: only this module dereferences pointers from C.
 //!
-//! By the contract of C a pointer is null or leads to as much as the function's documents say; the
-//! one mistake that is looked for is an address of a device where one of the host belongs.
+//! By the contract of C a pointer is null or valid for as many bytes as the function's documents
+//! say. The only error that is checked for is a device address in place of a host address.
 
 #![expect(unsafe_code, reason = "follows pointers of C")]
 

@@ -1,7 +1,7 @@
-//! Programs on the safe layer of `npu-sys`, operators among them, made of bytes, beside a model of
-//! plain memory.
+//! Programs on the safe layer of `npu-sys`, operators included, that are generated from bytes and
+//! compared with a model in plain memory.
 //!
-//! Whatever the bytes, no rule may be broken, nothing left, and every byte read as the model says.
+//! For all input bytes: no rule is broken, nothing leaks, and every byte read equals the model's.
 
 use npu_sys::safe::{Buffer, Context, Event, Operators, Stream, View};
 use npu_sys::sys::AclDataType;
@@ -156,7 +156,7 @@ impl Program {
             pairs.map(|(to, from)| if sums { to + factor * from } else { from * factor }).collect();
         let mut bytes: Vec<u8> = new.iter().flat_map(|x| x.to_le_bytes()).collect();
         if new.iter().any(|x| x.is_nan()) {
-            // What of a NaN's bits comes through is nobody's promise.
+            // The payload bits of a NaN are not specified, so these bytes are reset.
             bytes.fill(0);
             on.stream().fill(&self.pairs[to].buffer, at, bytes.len(), 0)?;
         }
@@ -174,7 +174,7 @@ fn new_stream(context: &Context) -> Result<Operators> {
     Operators::new(Stream::new(context)?, nnop(), ops())
 }
 
-/// What the model cannot do must have been refused, and nothing else.
+/// Fails unless the call was refused exactly if the model cannot do it.
 fn agree(done: Result<()>, modelled: Option<()>) -> Result<()> {
     match (done, modelled) {
         (Err(Error::Argument { .. }), None) => Ok(()),

@@ -1,4 +1,4 @@
-//! What differs between chips.
+//! Differences between chips.
 
 use npu_sys::sys::{AclDataType, HcclDataType, HcclReduceOp};
 
@@ -15,7 +15,7 @@ pub enum Soc {
 }
 
 impl Soc {
-    /// What `aclrtGetSocName` says.
+    /// The name that `aclrtGetSocName` returns.
     pub(crate) const fn name(self) -> &'static std::ffi::CStr {
         match self {
             Self::Ascend910A => c"Ascend910A",

@@ -34,7 +34,7 @@ pub(crate) const INVALID: i32 = 107_000;
 pub(crate) const WRONG_CONTEXT: i32 = 107_003;
 pub(crate) const INVALID_HANDLE: i32 = 107_017;
 pub(crate) const TIMEOUT: i32 = 507_046;
-/// What a stream reports whose work was aborted.
+/// Status of a stream whose work was aborted.
 pub(crate) const ABORTED: i32 = 107_020;
 
 impl World {

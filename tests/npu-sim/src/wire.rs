@@ -1,4 +1,4 @@
-//! What ranks and hub send one another.
+//! Messages between the ranks and the hub.
 
 use std::io::{self, Read, Write};
 

@@ -17,20 +17,20 @@ use crate::nnop::Objects;
 use crate::soc::Soc;
 use crate::stream::{self, Stream};
 
-/// What is simulated.
+/// The simulated system.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The chip.
     pub soc: Soc,
     /// How many devices there are, before `ASCEND_RT_VISIBLE_DEVICES` hides some.
     pub devices: usize,
-    /// That variable's value; `None`: the environment's.
+    /// The value of `ASCEND_RT_VISIBLE_DEVICES`; `None` takes it from the environment.
     pub visible: Option<String>,
     /// Whether streams begin work at once. Otherwise they wait until somebody needs the outcome.
     pub eager: bool,
-    /// What stands for HCCL's two minutes of waiting for ranks that join.
+    /// Timeout for ranks to join a communicator; HCCL's is two minutes.
     pub connect_timeout: Duration,
-    /// What stands for HCCL's half an hour of waiting for ranks in an operation.
+    /// Timeout for ranks in an operation; HCCL's is half an hour.
     pub execute_timeout: Duration,
     /// Bytes of a device's memory.
     pub memory: usize,
@@ -51,7 +51,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// What a simulator obeys that was opened as a library.
+    /// The configuration of a simulator that was opened as a library.
     fn of_environment() -> Self {
         let mut config = Self { eager: env::var_os("NPU_SIM_EAGER").is_some(), ..Self::default() };
         let soc = env::var("NPU_SIM_SOC").ok();
@@ -256,7 +256,7 @@ pub(crate) fn world() -> MutexGuard<'static, World> {
     WORLD.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What every function of C does first: it is counted, and may be told to fail.
+/// Counts a call of a C function; returns the status with which it must fail, if any.
 pub(crate) fn called(function: &'static str) -> Option<i32> {
     world().called(function)
 }

@@ -153,7 +153,7 @@ extern "C" fn ready(tag: usize, gradient: *const f32, count: usize) -> Answer {
     // host memory, and holds that tensor until we return; `count` is a variable's, so there are
     // some.
     let gradient = unsafe { std::slice::from_raw_parts(gradient, count) };
-    // What unwinds would abort the process at C++'s door.
+    // A panic that unwinds into C++ would abort the process.
     let taken = catch_unwind(AssertUnwindSafe(|| sink.lock().ready(index, Slice::F32(gradient))));
     let error = match taken {
         Ok(Ok(())) => return Answer::Taken,

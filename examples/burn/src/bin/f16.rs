@@ -4,19 +4,19 @@
 //! cargo run --manifest-path examples/burn/Cargo.toml --bin f16
 //! ```
 //!
-//! Weights and burn's AdamW are of f32; each product is computed in f16, by burn's differentiable
-//! casts. The loss is small, as those of large models are: its gradients are below 6e-8, the
-//! smallest f16. The program trains in f32, in f16 with [`LossScaler`], and in f16 without, and
+//! Weights and burn's AdamW are in f32; each product is computed in f16, by burn's differentiable
+//! casts. The loss is weighted so that its gradients are below 6e-8, the smallest f16, as happens
+//! in large models. The program trains in f32, in f16 with [`LossScaler`], and in f16 without, and
 //! fails if the second is not as good as the first, or the third learns anything.
 //!
-//! Where it runs: burn's flex backend computes f16 natively on the CPU, so this needs no GPU.
-//! burn's ndarray backend has no f16. GPU backends (wgpu, cuda, rocm) need f16 of the device; this
-//! program has not run on one.
+//! Backends: burn's flex backend computes f16 natively on the CPU, so this needs no GPU. burn's
+//! ndarray backend has no f16. GPU backends (wgpu, cuda, rocm) need a device with f16; this program
+//! has not run on one.
 //!
-//! What it costs on a device: the check for infinities and the unscaling run there, [one
-//! pass](Unscale) over the gradients. One boolean is read a step, so the host waits for backward
-//! before it enqueues the optimizer's step. Gradients and weights stay on the device; the other
-//! example in this folder copies both to the host and back.
+//! Cost on a device: the check for infinities and the unscaling run there, as [one pass](Unscale)
+//! over the gradients. Each step reads one boolean back, so the host waits for backward before it
+//! enqueues the optimizer's step. Gradients and weights stay on the device; the other example in
+//! this folder copies both to the host and back.
 
 use amp::{LossScaler, LossScalerOptions};
 use burn::module::{Module, ModuleVisitor, Param};

@@ -12,7 +12,7 @@ use crate::stream::{INVALID, Job, wait};
 use crate::world::{World, world};
 
 const OUT_OF_MEMORY: i32 = 207_001;
-/// What a device reports that followed a bad address.
+/// Status of a copy that accesses an invalid address.
 const DEVICE_FAULT: i32 = 507_015;
 
 pub(crate) fn aclrtMalloc(
@@ -78,7 +78,7 @@ enum Place {
     Device(usize),
 }
 
-// What an address leads to is asked when the copy is done, on the thread that does it.
+// Addresses are resolved when the copy runs, on the thread that runs it.
 impl Place {
     fn find(self, world: &mut World, bytes: usize, device: usize) -> Result<*mut u8, i32> {
         match self {

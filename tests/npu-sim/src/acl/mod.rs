@@ -401,7 +401,8 @@ pub(crate) fn aclrtDeviceTaskAbort(index: i32, _timeout: u32) -> Outcome {
     let here = world.streams.iter().filter(|(_, stream)| stream.device == device);
     let streams: Vec<_> = here.map(|(id, _)| *id).collect();
     streams.into_iter().for_each(|id| world.abort(id));
-    // What runs ends as well: operations of HCCL are all that may wait for long.
+    // Running work ends as well: only HCCL operations may block for long, and these end with their
+    // connection.
     world.comms.values().filter(|comm| comm.device == device).for_each(|comm| comm.close());
     Ok(())
 }

@@ -22,7 +22,7 @@ pub(crate) struct Comm {
     turns: Mutex<Turns>,
     moved_on: Condvar,
     pub(super) issued: AtomicU64,
-    /// What `HcclGetCommAsyncError` says.
+    /// The status that `HcclGetCommAsyncError` returns: 0, or the first failure.
     pub(super) error: AtomicI32,
     pub(super) suspended: AtomicI32,
 }

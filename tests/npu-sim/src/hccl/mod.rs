@@ -30,7 +30,7 @@ const TIMEOUT: i32 = 9;
 const RUNTIME: i32 = 15;
 const REMOTE: i32 = 21;
 const SUSPENDED: i32 = 22;
-/// What the stream reports of work of HCCL that failed.
+/// Status of a stream whose HCCL work failed.
 const IN_STREAM: i32 = 507_015;
 
 fn comm_of(comm: HcclComm) -> Result<Arc<Comm>, i32> {
@@ -226,7 +226,7 @@ impl Range {
     }
 }
 
-/// What one rank sends and where the answer goes, part by part.
+/// An operation of one rank: its request, and for each part the ranges to send from and receive to.
 struct Call {
     frame: Frame,
     sends: Vec<Option<Range>>,
@@ -270,7 +270,7 @@ fn perform(mut turn: Turn, call: Call) -> Outcome {
     Ok(())
 }
 
-/// What all ranks must agree on.
+/// The arguments of a collective that must be the same on all ranks.
 struct Shape {
     verb: Verb,
     dtype: HcclDataType,

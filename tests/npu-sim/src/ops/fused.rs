@@ -1,8 +1,7 @@
 //! Operators that are a whole step of an optimizer, or of the loss scale.
 //!
-//! The rules are those of the documents and host sides in CANN's public repositories. Where the two
-//! differ over what may be left out (`aclnnFusedSgd`'s scale of the gradients), the host side
-//! counts.
+//! The rules are those of the documents and the host code in CANN's public repositories. The host
+//! code decides if the two differ over optional arguments (`aclnnFusedSgd`'s gradient scale).
 
 use std::sync::Arc;
 
@@ -14,7 +13,7 @@ use crate::kernels::{Kernel, Numbers};
 use crate::nnop::{INVALID, Tensor};
 use crate::world::world;
 
-/// What `aclnnFusedSgd` takes for no momentum.
+/// `aclnnFusedSgd` treats a momentum below this as none.
 const NO_MOMENTUM: f32 = 1e-6;
 /// Most dimensions of its tensors.
 const DIMS: usize = 8;

@@ -24,7 +24,7 @@ type Planned = Result<Kernel, i32>;
 const NO_KERNEL: i32 = 561_003;
 /// Workspace of operators that want some, in bytes.
 const WORKSPACE: u64 = 4096;
-/// What is written over workspace before an operator runs.
+/// The byte that fills the workspace before an operator runs.
 const SCRATCH: u8 = 0x5a;
 
 fn needs_workspace(operator: &str) -> bool {

@@ -36,12 +36,12 @@ fn whichever_call_fails_the_failure_is_told_and_nothing_is_used_after_its_end() 
             let sim = session();
             sim.fail(function, nth, 500_000);
             let outcome = program();
-            // What could not be ended is still there when its context ends.
+            // An object whose destruction failed is still there when its context ends.
             let left =
                 |what: &String| function.contains("Destroy") && what.contains("context ends");
             let broken: Vec<_> = sim.violations().into_iter().filter(|what| !left(what)).collect();
             assert_eq!(broken, [""; 0], "{function}, call {nth}");
-            // What is asked only to put it back later, and what ends things, has nobody to tell.
+            // The query of the context to restore later, and destructors, report no errors.
             let told = !function.contains("GetCurrentContext")
                 && !["Destroy", "Free", "WithTimeout"].iter().any(|word| function.contains(word));
             match outcome {

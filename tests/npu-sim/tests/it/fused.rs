@@ -111,7 +111,7 @@ fn a_step_of_sgd_is_pytorchs() {
         let stream = new_stream();
         let p = Vectors::f32s(&[&[1.0, -2.0], &[4.0]]);
         let g = Vectors::f32s(&[&[0.5, 1.0], &[-1.0]]);
-        // What the buffer held before the first step does not count.
+        // The first step ignores the contents of the buffer.
         let buffer = Vectors::f32s(&[&[f32::NAN; 2], &[f32::NAN]]);
         let plain = Sgd::of(&p, &g, &buffer);
         // g + p/2, and of that a quarter.
@@ -407,7 +407,7 @@ fn the_scale_grows_and_backs_off_as_pytorchs() {
         let seen = (download::<f32>(scale.0, 1)[0], download::<i32>(tracker.0, 1)[0]);
         assert_eq!(seen, (expected, after));
     }
-    // What would be infinite stays, and is counted anew.
+    // A scale that would become infinite stays, and its growth tracker restarts.
     scale.set(f32::MAX);
     run(scale_step(&scale, &tracker, &found, 2).unwrap(), stream).unwrap();
     let seen = (download::<f32>(scale.0, 1)[0], download::<i32>(tracker.0, 1)[0]);

@@ -8,7 +8,7 @@ use npu_sys::LoadError;
 
 use super::*;
 
-/// Where Cargo puts the library: beside this test.
+/// The library's path: Cargo puts it beside this test.
 fn library() -> PathBuf {
     env::current_exe().unwrap().with_file_name("libnpu_sim.so")
 }
@@ -97,7 +97,7 @@ fn processes_reduce_together() {
     std::fs::remove_file(file).unwrap();
 }
 
-/// What the test below starts with an environment.
+/// The process that the next test starts with an environment.
 #[test]
 fn process_of_environment() {
     let Ok(expected) = env::var("NPU_SIM_TEST_EXPECTED") else { return };
@@ -128,7 +128,7 @@ fn the_environment_says_what_is_simulated() {
     }
 }
 
-/// What the test below starts: it dies, or the rule is not kept.
+/// The process that the next test starts: it must die when it reads a device address.
 #[test]
 fn process_that_follows_a_devices_address() {
     if env::var_os("NPU_SIM_TEST_FOLLOW").is_none() {

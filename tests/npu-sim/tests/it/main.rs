@@ -38,7 +38,7 @@ fn code<T: std::fmt::Debug>(result: Result<T>) -> i32 {
     }
 }
 
-/// That exactly one rule was broken, which this word names.
+/// Asserts that exactly one rule was broken, and that its report contains `word`.
 #[track_caller]
 fn one_violation(sim: &Session, word: &str) {
     let found = sim.violations();

@@ -199,7 +199,7 @@ fn views_are_inside_aligned_and_of_one_context() {
     assert_eq!(sim.finish(), [""; 0]);
 }
 
-/// What operators refuse by themselves, on shapes, types, lists and chips.
+/// The operators' own checks of shapes, types, lists and chips.
 #[test]
 fn operators_refuse_what_does_not_go_together() {
     for soc in [Soc::Ascend910A, Soc::Ascend910B] {

@@ -1,4 +1,5 @@
-//! What the engine promises `runner`: when gradients come, what a refused one does, whole runs.
+//! The engine's contract with `runner`: gradients arrive during backward, an error of the sink ends
+//! it, and whole runs work.
 
 use std::path::Path;
 use std::sync::Arc;

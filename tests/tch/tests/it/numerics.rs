@@ -79,7 +79,7 @@ impl Rule {
 /// Every parameter and buffer, by name.
 type State = BTreeMap<String, Vec<f32>>;
 
-/// What a training came to.
+/// The result of a training.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     losses: Vec<f64>,
@@ -176,7 +176,7 @@ fn set_state(engine: &mut dyn Engine, state: &State) {
     each(engine, &mut |name, values| values.copy_from_slice(&state[name]));
 }
 
-/// Where every training of `net` starts.
+/// The initial state of every training of `net`.
 fn start(net: Net) -> State {
     state(&mut in_candle(net))
 }

@@ -20,6 +20,7 @@ use crate::common::alone;
 use crate::common::from_config;
 use crate::common::shards;
 
+mod soak;
 mod work_dir;
 
 const RUNNER: &str = env!("CARGO_BIN_EXE_runner");

@@ -27,6 +27,16 @@ fn second_pass(group: ProcessGroup) -> Vec<String> {
 }
 
 #[test]
+fn event_reached_first_by_a_thread_without_subscriber_is_collected() {
+    let emit = || tracing::info!(name: "emitted", target: "collective", number = 1);
+    let lines = Collector::during(&["collective"], || {
+        std::thread::spawn(emit).join().unwrap();
+        emit();
+    });
+    assert_eq!(lines, ["emitted number=1"]);
+}
+
+#[test]
 fn bucket_span_lasts_from_launch_to_average() {
     for (rank, lines) in threads(2, TIMEOUT, second_pass).into_iter().enumerate() {
         let of = |what: &str| -> Vec<&String> {

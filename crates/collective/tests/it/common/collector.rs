@@ -3,11 +3,11 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt::{Debug, Write as _};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Metadata, Subscriber};
+use tracing::{Dispatch, Event, Metadata, Subscriber};
 use tracing_core::span::Current;
 
 /// Lists spans and events of some targets, one a line: `open NAME field=value`, `enter NAME`,
@@ -32,8 +32,17 @@ thread_local! {
     static INSIDE: RefCell<Vec<Id>> = const { RefCell::new(Vec::new()) };
 }
 
+/// A second subscriber in the process. While there is only one, tracing disables an event for all
+/// threads if the first thread that reaches it has none, as the thread of another test.
+static SECOND: LazyLock<Dispatch> = LazyLock::new(|| Dispatch::new(Collector::of(&[])));
+
 impl Collector {
     pub(crate) fn new(targets: &'static [&'static str]) -> Self {
+        LazyLock::force(&SECOND);
+        Self::of(targets)
+    }
+
+    fn of(targets: &'static [&'static str]) -> Self {
         Self { targets, seen: Arc::default() }
     }
 

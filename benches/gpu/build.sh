@@ -89,10 +89,11 @@ target=$(cargo metadata --no-deps --format-version 1 --manifest-path "$root/Carg
   grep -oE '"target_directory":"[^"]*"' | cut -d '"' -f 4)
 rm -rf "$out" && mkdir -p "$out/models"
 cd "$root"
-cargo test --profile "$profile" -p gradstack-amp -p gradstack-fused-optim \
+# These need no toolkit, and cudarc and all crates above it are built again when its place changes.
+env -u CUDA_HOME cargo test --profile "$profile" -p gradstack-amp -p gradstack-fused-optim \
   --features gradstack-amp/cuda,gradstack-fused-optim/cuda --lib --no-run --message-format=json |
   executables | take amp=tests-amp fused_optim=tests-fused-optim
-cargo build --profile "$profile" -p gpu-bench -p benches -p gradstack-launch --features gpu-bench/cuda \
+env -u CUDA_HOME cargo build --profile "$profile" -p gpu-bench -p benches -p gradstack-launch --features gpu-bench/cuda \
   --lib --bin side_by_side --bin launch --message-format=json | executables | take side_by_side launch
 folder=$target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 strip -o "$out/libgpu_bench.so" "$folder/libgpu_bench.so"

@@ -287,7 +287,7 @@ fn a_wait_at_a_stopped_server_does_not_take_twice_its_timeout() {
         stream.write_all(&hello[6..]).unwrap();
         stream
     });
-    let timeout = LONG / 2;
+    let timeout = LONG / 4;
     let store = TcpStore::connect("127.0.0.1", port, timeout).unwrap();
     let _stopped = server.join().unwrap();
     let start = Instant::now();

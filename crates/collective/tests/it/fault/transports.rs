@@ -332,21 +332,26 @@ fn a_killed_rank_is_named_by_every_survivor() {
 #[test]
 fn a_stopped_rank_is_named_by_all_that_wait() {
     let timeout = Duration::from_secs(2);
-    for transport in connected() {
-        for victim in 0..3 {
-            let workers = transport.start("work", 3, timeout);
-            workers.all_ready(&[0, 1, 2]);
-            let pid = workers.children[victim].id().cast_signed();
-            // SAFETY: stops our own child, which is killed when the test is over.
-            assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
-            let start = Instant::now();
-            for rank in (0..3).filter(|&rank| rank != victim) {
-                let report = workers.file(&format!("report-{rank}"));
-                assert!(report.contains("timed out"), "{report}");
-                assert!(report.ends_with(&format!("still missing rank {victim}")), "{report}");
-            }
-            assert!(start.elapsed() < timeout + SOON, "{:?}", start.elapsed());
+    let stop = |transport: TestTransport, victim: usize| {
+        let workers = transport.start("work", 3, timeout);
+        workers.all_ready(&[0, 1, 2]);
+        let pid = workers.children[victim].id().cast_signed();
+        // SAFETY: stops our own child, which is killed when the test is over.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
+        let start = Instant::now();
+        for rank in (0..3).filter(|&rank| rank != victim) {
+            let report = workers.file(&format!("report-{rank}"));
+            assert!(report.contains("timed out"), "{report}");
+            assert!(report.ends_with(&format!("still missing rank {victim}")), "{report}");
         }
+        assert!(start.elapsed() < timeout + SOON, "{:?}", start.elapsed());
+    };
+    for transport in connected() {
+        std::thread::scope(|scope| {
+            for victim in 0..3 {
+                scope.spawn(move || stop(transport, victim));
+            }
+        });
     }
 }
 

@@ -73,7 +73,6 @@ fn shared_memory() -> Vec<std::ffi::OsString> {
 
 #[test]
 #[ignore = "takes SOAK_SECONDS, by default 600; SEED sets another seed"]
-#[expect(clippy::print_stdout, reason = "the figures are a result of this test")]
 fn nightly_soak_of_four_ranks_killed_at_random() {
     let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().unwrap());
     let (seconds, seed) = (number("SOAK_SECONDS").unwrap_or(600), number("SEED").unwrap_or(1));

@@ -1,5 +1,5 @@
-//! [`GroupCore`]: code that the backends for host memory share: rank, comparison of calls, waiting, and the group's
-//! failure.
+//! [`GroupCore`]: code that the backends for host memory share: rank, comparison of calls, waiting,
+//! and the group's failure.
 //!
 //! Each of them implements [`HostBackend`], which moves bytes and reports failures; [`Backend`] is
 //! implemented here for all of them.

@@ -1,4 +1,5 @@
-//! [`DeviceBackend`]: the trait of backends that also move memory of a GPU or NPU, and the types it takes.
+//! [`DeviceBackend`]: the trait of backends that also move memory of a GPU or NPU, and the types it
+//! takes.
 
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 

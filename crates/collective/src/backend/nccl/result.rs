@@ -1,5 +1,5 @@
-//! [`Libraries`]: NCCL and the CUDA driver, loaded at run time. Converts their status codes to errors, and wraps the
-//! functions that need no communicator.
+//! [`Libraries`]: NCCL and the CUDA driver, loaded at run time. Converts their status codes to
+//! errors, and wraps the functions that need no communicator.
 
 #![expect(unsafe_code, reason = "calls C")]
 

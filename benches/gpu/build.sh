@@ -11,7 +11,8 @@
 # NVRTC_LIBRARY) all of our kernels are compiled here, for the architectures ARCHS (default 90).
 #
 # CUDA_HOME set: that toolkit, for example the fake GPU's, whose binaries then run on the fake. PROFILE: cargo's, by
-# default `release`. FEATURES: cargo's for all with candle. FASHION_MNIST: the folder of the data set.
+# default `release`. FEATURES: cargo's for all with candle, PACKAGES: cargo's choice of the rest. FASHION_MNIST: the
+# folder of the data set.
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
 root=$here/../..
@@ -19,6 +20,9 @@ out=$here/out
 profile=${PROFILE:-release}
 # Without gloo, whose library a bare machine does not have.
 features=${FEATURES:-runner/candle-cuda,runner/nccl,candle-cuda/cuda}
+# shellcheck disable=SC2206
+packages=(${PACKAGES:--p gradstack-amp -p gradstack-fused-optim -p gpu-bench -p benches -p gradstack-launch
+  --features gradstack-amp/cuda,gradstack-fused-optim/cuda,gpu-bench/cuda})
 python=${TORCH_PYTHON:-python3}
 export ARCHS=${ARCHS:-90}
 data=${FASHION_MNIST:-/usr/share/datasets/fashion-mnist}
@@ -90,10 +94,9 @@ target=$(cargo metadata --no-deps --format-version 1 --manifest-path "$root/Carg
 rm -rf "$out" && mkdir -p "$out/models"
 cd "$root"
 # These need no toolkit, and cudarc and all crates above it are built again when its place changes.
-env -u CUDA_HOME cargo test --profile "$profile" -p gradstack-amp -p gradstack-fused-optim \
-  --features gradstack-amp/cuda,gradstack-fused-optim/cuda --lib --no-run --message-format=json |
+env -u CUDA_HOME cargo test --profile "$profile" "${packages[@]}" --lib --no-run --message-format=json |
   executables | take amp=tests-amp fused_optim=tests-fused-optim
-env -u CUDA_HOME cargo build --profile "$profile" -p gpu-bench -p benches -p gradstack-launch --features gpu-bench/cuda \
+env -u CUDA_HOME cargo build --profile "$profile" "${packages[@]}" \
   --lib --bin side_by_side --bin launch --message-format=json | executables | take side_by_side launch
 folder=$target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 strip -o "$out/libgpu_bench.so" "$folder/libgpu_bench.so"

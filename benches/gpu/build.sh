@@ -93,7 +93,7 @@ target=$(cargo metadata --no-deps --format-version 1 --manifest-path "$root/Carg
   grep -oE '"target_directory":"[^"]*"' | cut -d '"' -f 4)
 rm -rf "$out" && mkdir -p "$out/models"
 cd "$root"
-# These need no toolkit, and cudarc and all crates above it are built again when its place changes.
+# These need no toolkit. A change of CUDA_HOME would make cargo build cudarc, and all crates above it, again.
 env -u CUDA_HOME cargo test --profile "$profile" "${packages[@]}" --lib --no-run --message-format=json |
   executables | take amp=tests-amp fused_optim=tests-fused-optim
 env -u CUDA_HOME cargo build --profile "$profile" "${packages[@]}" \

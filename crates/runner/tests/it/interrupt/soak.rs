@@ -11,6 +11,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::{DEADLINE, Job, Running, children, find_rank, has_ended};
 
 const RANKS: usize = 4;
+/// Deadline of the killed run for each second of the test. It repeats iterations, and half of the
+/// time was for the undisturbed run.
+const LIMIT: Duration = Duration::from_secs(4);
 
 /// The job's launcher, for at most `iters` iterations.
 fn start(job: &Job, name: &str, iters: usize) -> Running {
@@ -97,12 +100,13 @@ fn nightly_soak_of_four_ranks_killed_at_random() {
     let mut next = Instant::now();
     while killed.0.try_wait().unwrap().is_none() {
         std::thread::sleep(Duration::from_millis(10));
+        assert!(clock.elapsed() < LIMIT * seconds as u32, "seed {seed}: the killed run hangs");
         samples.take(clock.elapsed().as_secs(), killed.pid());
         if Instant::now() < next {
             continue;
         }
         next = Instant::now() + Duration::from_secs_f64(10.0 * rng.random::<f64>());
-        // One time in sixteen the launcher itself, whose processes then end, too.
+        // One kill in sixteen is of the launcher, whose processes must then end, too.
         if rng.random_range(0..16) > 0 {
             let victim = find_rank(killed.pid(), rng.random_range(0..RANKS));
             ranks += usize::from(victim.is_some_and(|pid| kill_process(pid, Signal::KILL).is_ok()));

@@ -145,5 +145,5 @@ else
   echo "no NVRTC (pip install nvidia-cuda-nvrtc-cu12): the machine with the GPU needs one" >&2
 fi
 # The binaries share most of their code: one stream with a dictionary larger than all of them.
-tar -C "$here" -c out | xz -T1 -6 --lzma2=preset=6,dict=192MiB > "$out.tar.xz"
+tar -C "$here" -c out | ${COMPRESS:-xz -T1 -6 --lzma2=preset=6,dict=192MiB} > "$out.tar.xz"
 du -sh "$out" "$out.tar.xz"

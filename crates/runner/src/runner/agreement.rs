@@ -37,8 +37,9 @@ impl Budget {
 
     /// Remaining time, or `None` without a limit: the whole budget until the first step is done.
     pub(super) fn left(&self) -> Option<Duration> {
+        let budget = self.time?;
         let spent = self.first_step.map_or(Duration::ZERO, |first| first.elapsed());
-        self.time.map(|budget| budget.saturating_sub(spent))
+        Some(budget.saturating_sub(spent))
     }
 
     /// Starts the budget after the first step.

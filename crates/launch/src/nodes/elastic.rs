@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use collective::store::{Endpoint, TcpStoreServer};
 use collective::{Store, TcpStore};
 
+use super::contact::{Contact, outlast};
 use super::heartbeat::Heartbeats;
 use super::round::{Member, Round, Rules};
 use super::state::{self, Action, Node, Phase, State, View};
-use super::{Coordinator, WaitNotice, assign, connect, from_json, host_fresh, to_json, wait};
+use super::{Coordinator, WaitNotice, assign, connect, from_json, host_fresh, to_json};
 use crate::address::{self, random_number};
 use crate::job::{Assignment, End, Job, Queue, SAVED, Summary};
 use crate::options::LaunchOptions;
@@ -123,15 +124,20 @@ impl Elastic {
         let (mut start, mut notice) = (Instant::now(), WaitNotice::new());
         // The attempt that has enough nodes, and the time since which it has.
         let mut call: Option<(u32, Instant)> = None;
-        let mut heartbeats = Heartbeats::default();
+        let (mut heartbeats, mut contact) =
+            (Heartbeats::default(), Contact::new(&self.options.rdzv));
         let mut has_joined = self.round.is_some();
         loop {
-            self.read(store)?;
+            let read = self.read(store).and_then(|()| self.lost(store, &mut heartbeats));
+            let lost = match contact.tolerate(read)? {
+                Some(lost) => lost,
+                None if queue.drain() => return Ok(Break(0)),
+                None => continue,
+            };
             if self.state.phase == Phase::Running {
                 // Waiting for a running attempt to end does not count towards the join timeout.
                 start = Instant::now();
             }
-            let lost = self.lost(store, &mut heartbeats)?;
             let State { round, phase, nodes, .. } = &self.state;
             let enough = *phase == Phase::Gathering && nodes.len() >= self.limits.0;
             call = call.filter(|(of, _)| enough && of == round);
@@ -249,13 +255,16 @@ impl Elastic {
     /// if this node joins and `max` allows.
     fn write(&self, store: &TcpStore, next: State) -> Result<()> {
         let new = to_json(&next);
-        let won = store.compare_set(&format!("{}/state", self.prefix()), &self.text, &new)? == new;
+        let (key, rdzv) = (format!("{}/state", self.prefix()), &self.options.rdzv);
+        // A repetition whose first answer was lost finds the new state, too.
+        let won = outlast(rdzv, || Ok(store.compare_set(&key, &self.text, &new)?))? == new;
         let room = next.nodes.len() < self.limits.1;
         let joins = next.waiting.len() > self.state.waiting.len();
         if won && room && joins && next.phase == Phase::Running {
             let node = format!("{} ({})", self.me.host, self.me.addr);
             let key = format!("{}/{}/end", self.prefix(), next.round);
-            store.compare_set(&key, b"", &to_json(&End::Joined { node }))?;
+            let end = to_json(&End::Joined { node });
+            outlast(rdzv, || Ok(store.compare_set(&key, b"", &end)?))?;
         }
         Ok(())
     }
@@ -263,23 +272,24 @@ impl Elastic {
     /// Returns this node's assignment; `None` after a signal, or if the first node, which hosts the
     /// ranks' store, is lost.
     fn assignment(&mut self, round: &Round, queue: &mut Queue) -> Result<Option<Assignment>> {
-        let key = format!("{}/master", round.prefix);
         if round.node == 0 {
             let one_host = self.state.nodes.len() == 1;
             let fresh = host_fresh("--rdzv-endpoint", &self.me.addr, one_host)?;
             let fresh = self.fresh.insert(fresh);
-            round.store.set(&key, &to_json(&(&self.me.addr, fresh.port())))?;
+            round.set("master", &(&self.me.addr, fresh.port()))?;
         }
         let deadline = Instant::now() + self.options.rdzv.lost_after();
-        while !wait(&*round.store, &[&key], Instant::now() + round.slice(), queue)? {
+        let mut contact = Contact::new(&self.options.rdzv);
+        let (master_addr, master_port) = loop {
+            if let Some(found) = round.read_slice("master", &mut contact)? {
+                break found;
+            }
             // Nodes that wait for the next attempt monitor the nodes of this one.
-            round.beat()?;
-            if queue.signal.is_some() || Instant::now() > deadline {
+            drop(round.beat());
+            if queue.drain() || Instant::now() > deadline {
                 return Ok(None);
             }
-        }
-        let text = round.store.get(&key, self.options.rdzv.heartbeat)?;
-        let (master_addr, master_port) = from_json("the ranks' store", &text)?;
+        };
         let nodes: Vec<_> =
             self.state.nodes.iter().map(|node| (&node.role[..], node.ranks)).collect();
         let [first_rank, world_size, first_role_rank, role_world_size] = assign(&nodes, round.node);
@@ -359,7 +369,9 @@ impl Coordinator for Elastic {
         let (first, number) = (&self.state.nodes[0], self.state.round);
         let text = format!("the first node, {} ({}), did not start", first.host, first.addr);
         queue.print(&format!("launch: {}; continuing without it\n", self.about(&text)));
-        let changed = self.change(&store, |state| state::end(state, number, false));
+        let rdzv = self.options.rdzv;
+        let end = |state: &State| state::end(state, number, false);
+        let changed = outlast(&rdzv, || self.change(&store, end));
         changed.map_err(|error| self.explain(error))?;
         self.next(queue)
     }
@@ -380,14 +392,20 @@ impl Coordinator for Elastic {
         // Every node writes this, because the first may be lost before it does.
         let (signalled, keeps_store) = (job.queue.signal.is_some(), self.control.is_some());
         let members = self.state.nodes.len();
-        let changed = self.change(&store, |state| {
+        let to = |state: &State| {
             let others = members > 1 || !state.waiting.is_empty();
             let left = signalled && others && !keeps_store;
             match summary.starts_again || left {
                 true => state::end(state, number, summary.is_restart),
                 false => state::close(state, summary.code),
             }
-        });
+        };
+        let rdzv = self.options.rdzv;
+        let changed = match summary.starts_again {
+            true => outlast(&rdzv, || self.change(&store, to)),
+            // The store may have ended with the node that hosts it.
+            false => self.change(&store, to),
+        };
         round.wait_for_readers(&summary);
         if summary.starts_again {
             changed.map_err(|error| self.explain(error))?;

@@ -20,6 +20,7 @@ use collective::store::{Endpoint, PrefixStore, TcpStoreServer};
 use collective::{Store, TcpStore};
 use serde::{Deserialize, Serialize};
 
+use super::contact::{Contact, outlast};
 use super::round::{Member, Round, Rules};
 use super::{Coordinator, WaitNotice, assign, connect, from_json, host_fresh, to_json, wait};
 use crate::address::{self, random_number};
@@ -196,11 +197,15 @@ impl Fixed {
         let (start, mut notice) = (Instant::now(), WaitNotice::new());
         let names: Vec<_> = keys.iter().map(String::as_str).collect();
         let RdzvConfig { join, heartbeat, .. } = self.options.rdzv;
-        while !wait(shared, &names, (start + join).min(Instant::now() + heartbeat), queue)? {
-            if queue.signal.is_some() {
-                return Ok(false);
+        let mut contact = Contact::new(&self.options.rdzv);
+        loop {
+            let until = (start + join).min(Instant::now() + heartbeat);
+            let complete = contact.tolerate(wait(shared, &names, until, queue))?;
+            if complete == Some(true) || queue.drain() {
+                return Ok(complete == Some(true));
             }
-            if shared.get(&self.owner_key(), heartbeat)? != self.id.as_bytes() {
+            let owner = shared.get(&self.owner_key(), heartbeat).map_err(Error::from);
+            if contact.tolerate(owner)?.is_some_and(|owner| owner != self.id.as_bytes()) {
                 return Err(self.duplicate_rank());
             }
             if start.elapsed() >= join {
@@ -209,7 +214,6 @@ impl Fixed {
             let missing = || format!("waiting for up to {join:?}: {}", self.missing(shared, start));
             notice.once(queue, missing);
         }
-        Ok(true)
     }
 
     /// Returns the nodes that have not set `KEY/NODE`.
@@ -352,7 +356,8 @@ impl Fixed {
         if !self.retry(deadline, queue, |queue| wait(&attempt, &[port_key], deadline, queue))? {
             return self.report_missing(&attempt, start, queue);
         }
-        let port = attempt.get(port_key, self.options.rdzv.heartbeat)?;
+        let rdzv = &self.options.rdzv;
+        let port = outlast(rdzv, || Ok(attempt.get(port_key, rdzv.heartbeat)?))?;
         self.assignment.master_port = from_json("the port of the ranks' store", &port)?;
         Ok(true)
     }

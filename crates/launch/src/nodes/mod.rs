@@ -8,6 +8,7 @@
 //! Invariant: every wait for another node has a deadline or monitors its heartbeat, and an error
 //! names the address, the port and the missing nodes.
 
+mod contact;
 mod elastic;
 mod fixed;
 mod heartbeat;

@@ -22,6 +22,7 @@ use collective::{Store, TcpStore, store::TcpStoreServer};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::contact::{Contact, outlast};
 use super::heartbeat::Heartbeats;
 use super::{SLICE, from_json, to_json};
 use crate::job::{End, Event, Outcome, Queue, Summary};
@@ -129,24 +130,19 @@ impl Round {
         }
     }
 
-    /// [`read`](Self::read) for one slice of time. Tolerates a loss of the store that is shorter
-    /// than the time after which nodes count as lost. `answered` is the time of its last answer.
-    fn read_slice<T: DeserializeOwned>(
+    /// [`read`](Self::read) for one slice of time. Tolerates a short outage of the store.
+    pub(super) fn read_slice<T: DeserializeOwned>(
         &self,
         name: &str,
-        answered: &mut Instant,
+        contact: &mut Contact,
     ) -> Result<Option<T>> {
-        match self.read(name, self.slice()) {
-            Err(Error::Collective(_)) if answered.elapsed() <= self.rdzv.lost_after() => {
-                std::thread::sleep(SLICE);
-                Ok(None)
-            }
-            Err(error) => Err(error),
-            Ok(found) => {
-                *answered = Instant::now();
-                Ok(found)
-            }
-        }
+        Ok(contact.tolerate(self.read(name, self.slice()))?.flatten())
+    }
+
+    /// Sets a value of this attempt. Tolerates a short outage of the store.
+    pub(super) fn set(&self, name: &str, value: &impl Serialize) -> Result<()> {
+        let (key, text) = (self.key(name), to_json(value));
+        outlast(&self.rdzv, || Ok(self.store.set(&key, &text)?))
     }
 
     /// Maximum time of a single wait for another node; its heartbeat is checked between waits.
@@ -215,9 +211,9 @@ impl Round {
         outcomes[0] = Some(own.clone());
         let mut heartbeats = self.heartbeats(1..nodes);
         let (mut problems, mut may_return) = (Vec::new(), true);
-        let mut answered = Instant::now();
+        let mut contact = Contact::new(&self.rdzv);
         while let Some(node) = outcomes.iter().position(Option::is_none) {
-            outcomes[node] = self.read_slice(&format!("outcome/{node}"), &mut answered)?;
+            outcomes[node] = self.read_slice(&format!("outcome/{node}"), &mut contact)?;
             self.forward_signal(queue);
             // The node may have been unable to announce the end itself.
             if let Some(end) =
@@ -242,10 +238,10 @@ impl Round {
             }
         }
         let mut summary = Summary::of(outcomes.into_iter().flatten().collect(), problems);
-        let end: Option<End> = self.read("end", Duration::from_millis(1))?;
+        let end: Option<End> = outlast(&self.rdzv, || self.read("end", Duration::from_millis(1)))?;
         rules.apply(&mut summary, end.as_ref());
         summary.starts_again &= may_return;
-        self.store.set(&self.key("summary"), &to_json(&summary))?;
+        self.set("summary", &summary)?;
         Ok(summary)
     }
 
@@ -270,20 +266,13 @@ impl Round {
 
     /// On the other nodes: publishes this node's outcome and waits for the summary.
     fn await_summary(&self, own: &Outcome, queue: &mut Queue) -> Result<Summary> {
-        let key = self.key(format_args!("outcome/{}", self.node));
-        let start = Instant::now();
-        while let Err(error) = self.store.set(&key, &to_json(own)) {
-            // The network may recover before the others give up.
-            if start.elapsed() > self.rdzv.lost_after() {
-                return Err(error.into());
-            }
-            std::thread::sleep(SLICE);
-        }
+        self.set(&format!("outcome/{}", self.node), own)?;
         let mut heartbeats = self.heartbeats([0]);
-        let mut answered = Instant::now();
+        let mut contact = Contact::new(&self.rdzv);
         loop {
-            if let Some(summary) = self.read_slice("summary", &mut answered)? {
-                self.store.add(&self.key("read"), 1)?;
+            if let Some(summary) = self.read_slice("summary", &mut contact)? {
+                // The outcome is known, even if the store ends now.
+                drop(self.store.add(&self.key("read"), 1));
                 return Ok(summary);
             }
             self.forward_signal(queue);
@@ -293,17 +282,22 @@ impl Round {
         }
     }
 
-    /// Waits up to one heartbeat interval until every node has read the summary; then the store may
-    /// end.
+    /// Waits until every node has read the summary; then the store may end. Does not wait for lost
+    /// nodes, nor longer than it takes until a node counts as lost.
     pub(super) fn wait_for_readers(&self, summary: &Summary) {
         if !self.members[self.node].hosts {
             return;
         }
         let readers = (self.members.len() - 1).saturating_sub(summary.lost);
+        let limit = match self.store.check(&[&self.key("summary")]) {
+            // The first node was lost before it could publish one.
+            Ok(false) => self.rdzv.heartbeat,
+            _ => self.rdzv.lost_after(),
+        };
         let start = Instant::now();
-        while start.elapsed() < self.rdzv.heartbeat {
+        while start.elapsed() < limit {
             let read = self.store.add(&self.key("read"), 0);
-            if !read.is_ok_and(|read| usize::try_from(read).is_ok_and(|read| read < readers)) {
+            if read.is_ok_and(|read| usize::try_from(read).is_ok_and(|read| read >= readers)) {
                 return;
             }
             std::thread::sleep(Duration::from_millis(2));
@@ -358,16 +352,16 @@ fn listen(round: &Round, until: &Weak<()>) -> Option<End> {
     let mut others = (1..nodes).map(|step| (round.node + step) % nodes);
     let next = others.find(|&node| round.members[node].ours);
     let mut heartbeats = round.heartbeats(next);
-    let mut answered = Instant::now();
+    let mut contact = Contact::new(&round.rdzv);
     while until.strong_count() > 0 {
-        match round.beat().and_then(|()| round.read("end", round.rdzv.heartbeat)) {
-            Ok(Some(end)) => return Some(end),
-            Ok(None) => answered = Instant::now(),
-            Err(why) if answered.elapsed() > round.rdzv.lost_after() => {
+        let polled = round.beat().and_then(|()| round.read("end", round.rdzv.heartbeat));
+        match contact.tolerate(polled) {
+            Ok(None | Some(None)) => {}
+            Ok(Some(Some(end))) => return Some(end),
+            Err(why) => {
                 let node = format!("the control store at {} ({why})", round.store.addr());
                 return Some(End::Lost { node });
             }
-            Err(_) => std::thread::sleep(round.slice()),
         }
         let lost =
             next.filter(|&next| round.is_lost(&mut heartbeats, next)).map(|next| round.name(next));

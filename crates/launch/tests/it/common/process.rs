@@ -91,7 +91,7 @@ impl Drop for Launcher {
 
 /// A `store` process, killed on drop.
 pub(crate) struct StoreProcess {
-    child: Child,
+    pub(crate) child: Child,
     pub(crate) port: u16,
 }
 

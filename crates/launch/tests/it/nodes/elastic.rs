@@ -236,6 +236,21 @@ fn elastic_failure_restarts_all_nodes_then_gives_its_exit_code() {
     }
 }
 
+#[test]
+fn short_outage_of_the_store_does_not_end_a_node_that_waits() {
+    let store = StoreProcess::start(Command::new(LAUNCH), "127.0.0.1:0");
+    let nodes = format!("elastic 2 2 127.0.0.1 {}", store.port);
+    let start = || start(this(), &nodes, 1, "echo up", 0);
+    let mut first = start();
+    let client = TcpStore::connect("127.0.0.1", store.port, SOON).unwrap();
+    until(|| state(&client).contains("\"pid\""));
+    signal_pid(store.child.id(), "-STOP");
+    std::thread::sleep(Duration::from_millis(1500));
+    signal_pid(store.child.id(), "-CONT");
+    let mut second = start();
+    assert_eq!((first.wait(), second.wait()), (0, 0), "{}", first.reader.text());
+}
+
 /// Script of ranks that print their pid and run.
 const SAY_PID: &str = "echo up pid $$; exec sleep 300";
 

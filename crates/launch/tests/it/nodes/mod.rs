@@ -186,7 +186,11 @@ fn terminate(launcher: &Launcher) {
 }
 
 pub(crate) fn signal(launcher: &Launcher, signal: &str) {
-    let pid = launcher.child.id().to_string();
+    signal_pid(launcher.child.id(), signal);
+}
+
+fn signal_pid(pid: u32, signal: &str) {
+    let pid = pid.to_string();
     assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
 }
 
@@ -205,6 +209,21 @@ fn finished_node_tolerates_a_short_outage_of_the_store() {
     signal(&first, "-CONT");
     assert_eq!((first.wait(), second.wait()), (0, 0), "{}", second.reader.text());
     first.reader.await_lines("saved", 1);
+}
+
+#[test]
+fn node_that_stops_for_a_moment_at_the_end_learns_the_outcome() {
+    let port = free_port();
+    let script = "[ $RANK = 1 ] && exit 0; echo up; sleep 2; echo saved";
+    let node = |rank| start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 1, script, 0);
+    let (mut first, mut second) = (node(0), node(1));
+    first.reader.await_lines("up", 1);
+    std::thread::sleep(Duration::from_secs(1));
+    signal(&second, "-STOP");
+    first.reader.await_lines("saved", 1);
+    std::thread::sleep(Duration::from_secs(1));
+    signal(&second, "-CONT");
+    assert_eq!((first.wait(), second.wait()), (0, 0), "{}", second.reader.text());
 }
 
 #[test]

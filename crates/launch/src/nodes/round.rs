@@ -111,12 +111,13 @@ impl Round {
         Ok(())
     }
 
-    /// [`announce`](Self::announce) without blocking the caller.
+    /// [`announce`](Self::announce) without blocking the caller, after a short outage of the store,
+    /// too.
     pub(super) fn announce_apart(self: &Arc<Self>, end: &End) {
         let (round, end) = (Arc::clone(self), end.clone());
         let announce = move || {
             // Nodes that cannot be reached detect the missing heartbeats.
-            drop(round.announce(&end));
+            drop(outlast(&round.rdzv, || round.announce(&end)));
         };
         drop(std::thread::Builder::new().name("launch-announce".to_owned()).spawn(announce));
     }

@@ -227,6 +227,20 @@ fn node_that_stops_for_a_moment_at_the_end_learns_the_outcome() {
 }
 
 #[test]
+fn failure_during_an_outage_of_the_store_ends_all_nodes() {
+    let port = free_port();
+    let script = "[ $RANK = 1 ] && { sleep 2; exit 7; }; echo up; exec sleep 300";
+    let node = |rank| start(this(), &format!("2 {rank} 127.0.0.1 {port}"), 1, script, 0);
+    let (mut first, mut second) = (node(0), node(1));
+    first.reader.await_lines("up", 1);
+    std::thread::sleep(Duration::from_secs(1));
+    signal(&first, "-STOP");
+    std::thread::sleep(Duration::from_secs(2));
+    signal(&first, "-CONT");
+    assert_eq!((first.wait(), second.wait()), (7, 7), "{}", second.reader.text());
+}
+
+#[test]
 fn rendezvous_of_a_restart_ends_with_its_store() {
     let port = free_port();
     let script = "echo up; sleep 300";

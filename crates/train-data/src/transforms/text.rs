@@ -21,7 +21,8 @@ impl Tokenize {
         Self { encode: Box::new(encode) }
     }
 
-    /// Uses the tokenizer in a file `tokenizer.json`. Needs the feature `tokenizers`.
+    /// Uses the tokenizer in a file `tokenizer.json`, without the truncation and the padding that may
+    /// be set in it: see [`with`](Self::with). Needs the feature `tokenizers`.
     ///
     /// # Errors
     ///
@@ -35,10 +36,15 @@ impl Tokenize {
     }
 
     /// Uses a tokenizer of the crate `tokenizers`; it determines the special tokens that are added.
-    /// Needs the feature `tokenizers`.
+    /// Its truncation and padding are switched off, as transformers does in each call that does not
+    /// ask for them: text would be lost without an error, and padding be trained on as text.
+    /// [`TruncateTokens`] and [`PadTokens`] do either. Needs the feature `tokenizers`.
     #[cfg(feature = "tokenizers")]
     #[must_use]
-    pub fn with(tokenizer: tokenizers::Tokenizer) -> Self {
+    pub fn with(mut tokenizer: tokenizers::Tokenizer) -> Self {
+        tokenizer.with_padding(None);
+        // Only the parameters of a truncation can be an error.
+        let _ = tokenizer.with_truncation(None);
         Self::new(move |text| {
             let encoding = tokenizer.encode_fast(text, true)?;
             Ok(encoding.get_ids().iter().copied().map(i64::from).collect())
@@ -155,5 +161,38 @@ fn tokens(sample: &mut Sample) -> Result<Vec<i64>> {
     match sample.take("input_ids")?.into_data() {
         ArrayData::I64(tokens) => Ok(tokens),
         other => Err(unfit(format!("`input_ids` must be of i64, not {}", other.type_name()))),
+    }
+}
+
+#[cfg(all(test, feature = "tokenizers"))]
+mod tests {
+    use std::str::FromStr;
+
+    use super::*;
+    use crate::Draw;
+
+    const FILE: &str = r#"{"version": "1.0", "added_tokens": [],
+        "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0},
+        "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": null,
+                    "pad_id": 0, "pad_type_id": 0, "pad_token": "?"},
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"?": 0, "a": 1, "b": 2}, "unk_token": "?"}}"#;
+
+    #[test]
+    fn truncation_and_padding_of_a_tokenizer_are_switched_off() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokenizer.json");
+        std::fs::write(&path, FILE).unwrap();
+        let read = Tokenize::from_file(&path).unwrap();
+        let given = Tokenize::with(tokenizers::Tokenizer::from_str(FILE).unwrap());
+        for tokenize in [read, given] {
+            for (text, ids) in [("a b", &[1, 2_i64][..]), ("b b b b b b a", &[2, 2, 2, 2, 2, 2, 1])]
+            {
+                let text = Array::new([text.len()], text.as_bytes().to_vec()).unwrap();
+                let sample = Sample::new().with("text", text);
+                let made = tokenize.apply(sample, &mut Draw::from(0).random()).unwrap();
+                assert_eq!(*made.get("input_ids").unwrap().data(), ids.to_vec().into());
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 
-use crate::workers::catch;
+use crate::workers::{IS_STOPPED, catch, is_stopped};
 use crate::{Batch, BoxError, Error, Sample};
 
 /// Random numbers of a sample, equal on every machine and in every version. It implements the
@@ -76,6 +76,9 @@ pub(crate) fn collate(
 ) -> Result<Batch, BoxError> {
     let error = |index, source| Error::Sample { dataset: dataset.name().into(), index, source };
     let sample = |draw: &Draw| {
+        if is_stopped() {
+            return Err(error(draw.index, IS_STOPPED.into()));
+        }
         let sample = catch(|| dataset.sample(draw.index, &mut draw.random()));
         sample.map_err(BoxError::from).flatten().map_err(|e| error(draw.index, e))
     };

@@ -7,14 +7,16 @@
 //! number of permits, `count * prefetch_factor`, however slow the consumer is.
 //!
 //! Dropping the iterator drops the consumer's ends of all channels, which stops the feeder and the
-//! workers after their current jobs. The drop waits for that, at most [`LINGER`]; slower threads
-//! are detached and end after their job.
+//! workers after their current jobs; long jobs of this crate end early, see [`is_stopped`]. The drop
+//! waits for that, at most [`LINGER`]; slower threads are detached and end after their job.
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 use std::{io, iter};
@@ -184,6 +186,8 @@ struct Running<R> {
     done: usize,
     /// Results from the next one on, as far as available.
     ready: VecDeque<Option<Result<R, WorkerError>>>,
+    /// Set when the map has ended, for [`is_stopped`].
+    stopped: Arc<AtomicBool>,
 }
 
 struct Ends<R> {
@@ -216,8 +220,10 @@ impl<R: Send + 'static> Running<R> {
         for _ in 0..ahead {
             permits.try_send(()).expect("the channel has room for all permits");
         }
-        let alive_in = alive_out.clone();
+        let stopped = Arc::new(AtomicBool::new(false));
+        let (alive_in, flag) = (alive_out.clone(), Arc::clone(&stopped));
         threads.run(Box::new(move || {
+            let _flag = Flag::set(flag);
             feed(jobs, &permits_in, &queue);
             // `alive` is dropped last: then everything else has been dropped.
             drop((permits_in, queue, alive_in));
@@ -226,13 +232,16 @@ impl<R: Send + 'static> Running<R> {
         for _ in 0..workers.count {
             let (work, queue, results) = (Arc::clone(&work), queue_in.clone(), results_out.clone());
             let (stop, alive) = (stop_in.clone(), alive_out.clone());
+            let flag = Arc::clone(&stopped);
             threads.run(Box::new(move || {
+                let _flag = Flag::set(flag);
                 serve(&queue, &stop, &results, &*work);
                 drop((work, queue, results, stop, alive));
             }));
         }
         let ends = Some(Ends { results, permits, _stop: stop, alive });
-        Self { workers, ends, threads: Some(threads), done: 0, ready: VecDeque::new() }
+        let (threads, ready) = (Some(threads), VecDeque::new());
+        Self { workers, ends, threads, done: 0, ready, stopped }
     }
 }
 
@@ -301,6 +310,8 @@ impl<R> Running<R> {
     /// Stops the threads and waits for them; keeps or detaches them.
     fn end(&mut self) {
         let (Some(ends), Some(threads)) = (self.ends.take(), self.threads.take()) else { return };
+        // Read by `is_stopped`; no other memory depends on it.
+        self.stopped.store(true, Ordering::Relaxed);
         let Ends { results, permits, _stop, alive } = ends;
         drop((results, permits, _stop));
         if alive.recv_timeout(self.workers.linger) == Err(RecvTimeoutError::Timeout) {
@@ -358,6 +369,37 @@ impl Drop for Threads {
             // An error is a panic, which has been printed.
             let _ = thread.join();
         }
+    }
+}
+
+thread_local! {
+    /// Whether the map that this thread works for has ended; `None` in other threads.
+    static STOPPED: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+}
+
+/// Returns whether the map that this thread works for has ended. A job of many samples asks before
+/// each, and ends early, as nothing receives its result.
+pub(crate) fn is_stopped() -> bool {
+    // Set when a map ends; no other memory depends on it.
+    STOPPED.with_borrow(|flag| flag.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed)))
+}
+
+/// Error of a job that ends early, which nothing receives.
+pub(crate) const IS_STOPPED: &str = "the iterator was dropped";
+
+/// The thread's flag for [`is_stopped`], until it is dropped.
+struct Flag;
+
+impl Flag {
+    fn set(flag: Arc<AtomicBool>) -> Self {
+        STOPPED.set(Some(flag));
+        Self
+    }
+}
+
+impl Drop for Flag {
+    fn drop(&mut self) {
+        STOPPED.set(None);
     }
 }
 
@@ -569,6 +611,25 @@ mod tests {
                 thread::yield_now();
             }
         }
+    }
+
+    #[test]
+    fn a_long_job_is_told_that_its_iterator_was_dropped() {
+        let (open, gate) = bounded::<()>(0);
+        let (results, told) = bounded(2);
+        let workers = Workers { linger: SHORT, ..Workers::new(1).persistent() };
+        let map = workers.map(0..3, move |_| {
+            results.send(is_stopped()).unwrap();
+            let _ = gate.recv();
+            results.send(is_stopped()).unwrap();
+        });
+        assert!(!told.recv().unwrap());
+        drop(map);
+        drop(open);
+        assert!(told.recv().unwrap());
+        // The next map of the same threads has a flag of its own, this thread none.
+        assert!(workers.map(0..3, |_| is_stopped()).all(|told| !told.unwrap()));
+        assert!(!is_stopped());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use crate::named::Named;
 use crate::{Error, Result};
 
 /// Elements of an [`Array`].
@@ -190,11 +191,7 @@ macro_rules! named_arrays {
 
             /// Sets a field, replacing one of the same name in place.
             pub fn set(&mut self, name: impl Into<String>, array: Array) {
-                let name = name.into();
-                match self.fields.iter_mut().find(|(n, _)| *n == name) {
-                    Some((_, old)) => *old = array,
-                    None => self.fields.push((name, array)),
-                }
+                self.fields.set(name.into(), array);
             }
 
             /// The field called `name`.
@@ -203,8 +200,7 @@ macro_rules! named_arrays {
             ///
             /// [`Error::NoField`], which lists the fields.
             pub fn get(&self, name: &str) -> Result<&Array> {
-                let found = self.fields.iter().find(|(n, _)| n == name);
-                found.map(|(_, array)| array).ok_or_else(|| self.missing(name))
+                self.fields.get(0, name).ok_or_else(|| self.missing(name))
             }
 
             /// Removes the field called `name`.
@@ -213,19 +209,16 @@ macro_rules! named_arrays {
             ///
             /// As [`get`](Self::get).
             pub fn take(&mut self, name: &str) -> Result<Array> {
-                match self.fields.iter().position(|(n, _)| n == name) {
-                    Some(at) => Ok(self.fields.remove(at).1),
-                    None => Err(self.missing(name)),
-                }
+                self.fields.take(name).ok_or_else(|| self.missing(name))
             }
 
             /// All fields, in the order they were added.
             pub fn iter(&self) -> impl Iterator<Item = (&str, &Array)> {
-                self.fields.iter().map(|(name, array)| (name.as_str(), array))
+                self.fields.iter()
             }
 
             fn missing(&self, name: &str) -> Error {
-                let have = self.fields.iter().map(|(name, _)| name.clone()).collect();
+                let have = self.fields.iter().map(|(name, _)| name.to_owned()).collect();
                 Error::NoField { what: $what, name: name.to_owned(), have }
             }
         }
@@ -235,13 +228,13 @@ macro_rules! named_arrays {
 /// One sample: named arrays without a batch dimension.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
-    pub(crate) fields: Vec<(String, Array)>,
+    pub(crate) fields: Named<Array>,
 }
 
 /// One batch: named arrays, each with the batch as its first dimension.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
-    fields: Vec<(String, Array)>,
+    fields: Named<Array>,
 }
 
 named_arrays!(Sample, "sample");
@@ -257,38 +250,40 @@ impl Batch {
     #[doc(alias = "default_collate")]
     pub fn collate(samples: Vec<Sample>) -> Result<Self> {
         let count = samples.len();
-        let mut columns: Vec<(String, Vec<Array>)> = Vec::new();
+        let mut columns: Named<Vec<Array>> = Named::default();
         for (position, sample) in samples.into_iter().enumerate() {
             let different = |text| Err(Error::Collate { position, text });
             if position > 0 && sample.fields.len() != columns.len() {
-                let [had, has] = [columns.len(), sample.fields.len()];
-                return different(format!("it has {has} fields, the one before {had}"));
+                return different(other_fields(&sample, &columns));
             }
-            for (name, array) in sample.fields {
-                match columns.iter_mut().find(|(n, _)| *n == name) {
-                    Some((_, arrays)) => arrays.push(array),
+            for (at, (name, array)) in sample.fields.into_iter().enumerate() {
+                let place = columns.find(at, &name);
+                match place.and_then(|place| columns.at_mut(place)) {
+                    Some(arrays) => arrays.push(array),
                     None if position == 0 => {
                         let mut arrays = Vec::with_capacity(count);
                         arrays.push(array);
-                        columns.push((name, arrays));
+                        columns.set(name, arrays);
                     }
                     None => return different(format!("the one before has no field `{name}`")),
                 }
             }
         }
-        let stack = |(name, arrays)| match Array::stack(arrays) {
-            Ok(array) => Ok((name, array)),
-            Err((position, text)) => {
-                Err(Error::Collate { position, text: format!("its field `{name}` {text}") })
-            }
-        };
-        Ok(Self { fields: columns.into_iter().map(stack).collect::<Result<_>>()? })
+        let mut batch = Self::new();
+        for (name, arrays) in columns.into_iter() {
+            let array = Array::stack(arrays).map_err(|(position, text)| Error::Collate {
+                position,
+                text: format!("its field `{name}` {text}"),
+            })?;
+            batch.set(name, array);
+        }
+        Ok(batch)
     }
 
     /// Number of samples: the first extent of the first field, 0 for an empty batch.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.fields.first().and_then(|(_, a)| a.shape.first().copied()).unwrap_or(0)
+        self.fields.iter().next().and_then(|(_, a)| a.shape.first().copied()).unwrap_or(0)
     }
 
     /// True if there is no sample.
@@ -296,6 +291,19 @@ impl Batch {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+}
+
+/// Describes a sample that has another number of fields than those before it.
+fn other_fields(sample: &Sample, columns: &Named<Vec<Array>>) -> String {
+    let [had, has] = [columns.len(), sample.fields.len()];
+    let added = sample.iter().map(|(name, _)| name).find(|name| !columns.has(name));
+    let absent = columns.iter().map(|(name, _)| name).find(|name| !sample.fields.has(name));
+    let which = match (added, absent) {
+        (Some(name), _) if has > had => format!("that one lacks `{name}`"),
+        (_, Some(name)) => format!("it lacks `{name}`"),
+        _ => String::new(),
+    };
+    format!("it has {has} fields, the one before {had}: {which}")
 }
 
 #[cfg(test)]
@@ -345,7 +353,12 @@ mod tests {
         let other = error(sample(floats, 1));
         assert!(other.contains("`image` has type f32, the one before u8"), "{other}");
         let other = error(sample(image(3), 1).with("more", Array::scalar(true)));
-        assert!(other.contains("it has 3 fields, the one before 2"), "{other}");
+        assert!(
+            other.ends_with("it has 3 fields, the one before 2: that one lacks `more`"),
+            "{other}"
+        );
+        let other = error(Sample::new().with("image", image(3)));
+        assert!(other.ends_with("it has 1 fields, the one before 2: it lacks `label`"), "{other}");
         let mut renamed = sample(image(3), 1);
         let label = renamed.take("label").unwrap();
         let other = error(renamed.with("labels", label));

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use crate::named::Named;
 use crate::{Array, ArrayData, Batch, Error, Result, Sample};
 
 /// Pads arrays at their ends to the largest extents of their field in the batch, then stacks them
@@ -21,21 +22,21 @@ use crate::{Array, ArrayData, Batch, Error, Result, Sample};
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PadCollate {
     value: f64,
-    fields: Vec<(String, f64)>,
+    fields: Named<f64>,
 }
 
 impl PadCollate {
     /// Pads with `value`.
     #[must_use]
     pub fn new(value: f64) -> Self {
-        Self { value, fields: Vec::new() }
+        Self { value, fields: Named::default() }
     }
 
     /// Pads the field `name` with `value` instead, for example labels with the index that the loss
     /// ignores.
     #[must_use]
     pub fn field(mut self, name: impl Into<String>, value: f64) -> Self {
-        self.fields.push((name.into(), value));
+        self.fields.set(name.into(), value);
         self
     }
 
@@ -52,13 +53,12 @@ impl PadCollate {
         }
         let extents = greatest(&samples);
         for (position, sample) in samples.iter_mut().enumerate() {
-            for (name, array) in &mut sample.fields {
-                let known = extents.iter().find(|(field, _)| field == name);
-                let Some((_, shape)) = known.filter(|(_, shape)| differs(array, shape)) else {
+            for (at, (name, array)) in sample.fields.iter_mut().enumerate() {
+                let shape = extents.get(at, name);
+                let Some(shape) = shape.filter(|shape| differs(array, shape)) else {
                     continue;
                 };
-                let own = self.fields.iter().rfind(|(field, _)| field == name);
-                let value = own.map_or(self.value, |(_, value)| *value);
+                let value = *self.fields.get(at, name).unwrap_or(&self.value);
                 *array = pad(array, shape, value).map_err(|text| Error::Collate {
                     position,
                     text: format!("its field `{name}` {text}"),
@@ -76,12 +76,13 @@ fn differs(array: &Array, shape: &[usize]) -> bool {
 }
 
 /// Largest extents of each field, with the number of dimensions of the first sample.
-fn greatest(samples: &[Sample]) -> Vec<(String, Vec<usize>)> {
-    let mut all: Vec<(String, Vec<usize>)> = Vec::new();
-    for (name, array) in samples.iter().flat_map(Sample::iter) {
-        match all.iter_mut().find(|(field, _)| field == name) {
-            None => all.push((name.to_owned(), array.shape().to_vec())),
-            Some((_, shape)) if shape.len() == array.shape().len() => {
+fn greatest(samples: &[Sample]) -> Named<Vec<usize>> {
+    let mut all: Named<Vec<usize>> = Named::default();
+    for (at, (name, array)) in samples.iter().flat_map(|sample| sample.iter().enumerate()) {
+        let place = all.find(at, name);
+        match place.and_then(|place| all.at_mut(place)) {
+            None => all.set(name.to_owned(), array.shape().to_vec()),
+            Some(shape) if shape.len() == array.shape().len() => {
                 for (extent, other) in shape.iter_mut().zip(array.shape()) {
                     *extent = (*extent).max(*other);
                 }
@@ -106,38 +107,50 @@ fn pad(array: &Array, shape: &[usize], value: f64) -> Result<Array, String> {
         ArrayData::F32(from) => {
             let value = value as f32;
             float(value.is_finite())?;
-            fill(from, extents, shape, value).into()
+            fill(from, extents, shape, value)?.into()
         }
         ArrayData::F16(from) => {
             let value = f16::from_f64(value);
             float(value.is_finite())?;
-            fill(from, extents, shape, value).into()
+            fill(from, extents, shape, value)?.into()
         }
         ArrayData::BF16(from) => {
             let value = bf16::from_f64(value);
             float(value.is_finite())?;
-            fill(from, extents, shape, value).into()
+            fill(from, extents, shape, value)?.into()
         }
         ArrayData::U8(from) => {
-            fill(from, extents, shape, whole()?.try_into().map_err(|_| refused())?).into()
+            fill(from, extents, shape, whole()?.try_into().map_err(|_| refused())?)?.into()
         }
         ArrayData::I32(from) => {
-            fill(from, extents, shape, whole()?.try_into().map_err(|_| refused())?).into()
+            fill(from, extents, shape, whole()?.try_into().map_err(|_| refused())?)?.into()
         }
-        ArrayData::I64(from) => fill(from, extents, shape, whole()?).into(),
+        ArrayData::I64(from) => fill(from, extents, shape, whole()?)?.into(),
         ArrayData::Bool(from) => match value {
-            0.0 => fill(from, extents, shape, false).into(),
-            1.0 => fill(from, extents, shape, true).into(),
+            0.0 => fill(from, extents, shape, false)?.into(),
+            1.0 => fill(from, extents, shape, true)?.into(),
             _ => return Err(refused()),
         },
     };
     Array::new(shape, data).map_err(|error| error.to_string())
 }
 
-fn fill<T: Copy>(from: &[T], extents: &[usize], shape: &[usize], value: T) -> Vec<T> {
-    let mut to = vec![value; shape.iter().product()];
-    copy(from, extents, &mut to, shape);
-    to
+fn fill<T: Copy>(
+    from: &[T],
+    extents: &[usize],
+    shape: &[usize],
+    value: T,
+) -> Result<Vec<T>, String> {
+    let count = shape.iter().try_fold(1_usize, |count, extent| count.checked_mul(*extent));
+    let mut to = Vec::new();
+    let count = count.filter(|count| to.try_reserve_exact(*count).is_ok());
+    let count = count.ok_or_else(|| format!("padded to {shape:?} does not fit into memory"))?;
+    to.resize(count, value);
+    // Extents beside one of 0 may have any product.
+    if !from.is_empty() {
+        copy(from, extents, &mut to, shape);
+    }
+    Ok(to)
 }
 
 /// Copies an array to the first corner of a larger one.
@@ -232,6 +245,27 @@ mod tests {
         let masks = [vec![true], vec![false; 2]].map(|m| Array::new([m.len()], m).unwrap());
         let text = said(PadCollate::new(2.0), masks.to_vec());
         assert!(text.contains("is of bool, which 2 is not"), "{text}");
+    }
+
+    #[test]
+    fn shapes_without_elements_are_padded_or_refused() {
+        const MANY: usize = 1 << 40;
+        let padded = |shapes: [&[usize]; 2]| {
+            let empty = |shape: &[usize]| Array::new(shape, Vec::<f32>::new()).unwrap();
+            let samples = shapes.map(|shape| Sample::new().with("x", empty(shape)));
+            let batch = PadCollate::new(1.0).collate(samples.into());
+            batch.map(|batch| batch.get("x").unwrap().shape().to_vec())
+        };
+        for (shapes, largest) in [
+            ([&[MANY, 0][..], &[0, MANY]], "[1099511627776, 1099511627776]"),
+            ([&[1 << 31, 0], &[0, 1 << 31]], "[2147483648, 2147483648]"),
+        ] {
+            let error = padded(shapes).unwrap_err().to_string();
+            let says = format!("its field `x` padded to {largest} does not fit into memory");
+            assert!(error.starts_with("sample 0 ") && error.ends_with(&says), "{error}");
+        }
+        assert_eq!(padded([&[MANY, 0], &[MANY + 1, 0]]).unwrap(), [2, MANY + 1, 0]);
+        assert_eq!(padded([&[0, MANY, MANY], &[0, 1, 1]]).unwrap(), [2, 0, MANY, MANY]);
     }
 
     #[test]

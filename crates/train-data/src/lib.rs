@@ -19,6 +19,7 @@ mod error;
 mod image_folder;
 mod loader;
 pub mod metrics;
+mod named;
 mod sampler;
 pub mod stream;
 pub mod transforms;

@@ -1,23 +1,35 @@
 //! `select`, `parse_integers` and `to_floats`: map fields of files to fields of a model.
 
-use crate::{Array, ArrayData, BoxError, Sample};
+use crate::{Array, ArrayData, BoxError, Error, Sample};
 
 /// Selects, for each name in `fields`, the first of the names after it that the sample has: with
 /// `[("inputs", "jpg;png"), ("labels", "cls")]` an image of either kind becomes `inputs`. Other
-/// fields are dropped.
+/// fields are dropped. A field can be selected once.
 ///
 /// # Errors
 ///
-/// [`Error::NoField`](crate::Error::NoField) if the sample has none of the names.
+/// [`Error::NoField`] if the sample has none of the names; an error if all that it has are selected
+/// already.
 #[doc(alias = "to_tuple")]
-pub fn select<T: AsRef<str>>(mut sample: Sample, fields: &[(T, T)]) -> Result<Sample, BoxError> {
+pub fn select<T: AsRef<str>>(sample: Sample, fields: &[(T, T)]) -> Result<Sample, BoxError> {
     let mut selected = Sample::new();
+    let mut rest = sample.fields;
+    // For errors: names and what became of them.
+    let mut taken: Vec<(&str, &str)> = Vec::new();
     for (to, names) in fields {
-        let names = names.as_ref();
-        let is_there = |name: &&str| sample.iter().any(|(known, _)| known == *name);
-        // Without any of them, the error lists all.
-        let name = names.split(';').find(is_there).unwrap_or(names);
-        selected.set(to.as_ref(), sample.take(name)?);
+        let (to, names) = (to.as_ref(), names.as_ref());
+        let found = names.split(';').find_map(|name| Some((name, rest.take(name)?)));
+        let Some((name, array)) = found else {
+            let mut earlier = taken.iter().filter(|(name, _)| names.split(';').any(|n| n == *name));
+            if let Some((name, other)) = earlier.next() {
+                return Err(format!("field `{name}` is selected as `{other}` and as `{to}`").into());
+            }
+            let have = taken.iter().map(|(name, _)| *name).chain(rest.iter().map(|(name, _)| name));
+            let have = have.map(str::to_owned).collect();
+            return Err(Error::NoField { what: "sample", name: names.to_owned(), have }.into());
+        };
+        taken.push((name, to));
+        selected.set(to, array);
     }
     Ok(selected)
 }
@@ -30,7 +42,7 @@ pub fn select<T: AsRef<str>>(mut sample: Sample, fields: &[(T, T)]) -> Result<Sa
 /// Bytes that are not an integer, with the name of the field.
 pub fn parse_integers(mut sample: Sample) -> Result<Sample, BoxError> {
     for name in INTEGERS {
-        let Ok(array) = sample.get(name) else { continue };
+        let Some(array) = sample.fields.get(0, name) else { continue };
         let ArrayData::U8(digits) = array.data() else { continue };
         let text = String::from_utf8_lossy(digits);
         let number: i64 =
@@ -41,14 +53,15 @@ pub fn parse_integers(mut sample: Sample) -> Result<Sample, BoxError> {
 }
 
 /// Makes `f32` of the fields `names` that are `i64`: of numbers that JSON has as `1` in one line
-/// and as `0.5` in another. A sample without such a field stays as it is.
+/// and as `0.5` in another. A sample without such a field stays as it is. Above 2^24 not every
+/// integer is an `f32`: the nearest one is taken.
 ///
 /// # Errors
 ///
 /// None, so far.
 pub fn to_floats<T: AsRef<str>>(mut sample: Sample, names: &[T]) -> Result<Sample, BoxError> {
     for name in names.iter().map(AsRef::as_ref) {
-        let Ok(array) = sample.get(name) else { continue };
+        let Some(array) = sample.fields.get(0, name) else { continue };
         let ArrayData::I64(numbers) = array.data() else { continue };
         let floats: Vec<_> = numbers.iter().map(|number| *number as f32).collect();
         let array = Array::new(array.shape(), floats)?;
@@ -102,6 +115,12 @@ mod tests {
             error.contains("no field `jpg;jpeg`; it has [\"png\", \"cls\", \"key\"]"),
             "{error}"
         );
+        let sample = Sample::new().with("__key__", bytes("7")).with("jpg", bytes("p"));
+        let error = |fields| select(sample.clone(), fields).unwrap_err().to_string();
+        let torn = error(&[("inputs", "jpg;png"), ("labels", "cls")]);
+        assert_eq!(torn, "the sample has no field `cls`; it has [\"jpg\", \"__key__\"]");
+        let twice = error(&[("inputs", "jpg"), ("views", "png;jpg")]);
+        assert_eq!(twice, "field `jpg` is selected as `inputs` and as `views`");
         let error = parse_integers(Sample::new().with("cls", bytes("cat"))).unwrap_err();
         assert!(error.to_string().starts_with("field `cls`: invalid digit"), "{error}");
     }

@@ -70,7 +70,7 @@ impl StreamLoader {
     /// # Errors
     ///
     /// [`Error::Position`] if the number of ranks, the shards, the shuffle buffer or the seed have
-    /// changed.
+    /// changed, or if this stream ends and that of the position repeats.
     pub fn resume(&mut self, position: StreamPosition) -> Result<()> {
         self.stream.layout().check(&position)?;
         (self.position, self.batches) = (position, None);

@@ -11,6 +11,9 @@
 //!   read.
 //! * **Position.** The start of the window, and the number of its records taken: a few numbers,
 //!   exact at each sample. Resuming reads at most one window again.
+//! * **Changes.** A file that changes during a run is an error, not an earlier or later end: its
+//!   size and time of modification are compared when it is opened and at its end. A position is
+//!   refused by shards of other names, sizes or content.
 //!
 //! A [`StreamLoader`] creates batches. One thread reads; workers apply the functions of
 //! [`Stream::map`] and collate, so that order and random numbers do not depend on the number of
@@ -68,7 +71,7 @@ pub use tar::TarFiles;
 pub use text::TextFiles;
 
 use crate::transforms::Transform;
-use crate::workers::catch;
+use crate::workers::{IS_STOPPED, catch, is_stopped};
 use crate::{BoxError, Result, Sample, SampleRng};
 
 /// Selection and order of a rank's records in a stream.
@@ -171,7 +174,7 @@ impl Stream {
     /// world size.
     pub fn new(source: impl Source + 'static, options: StreamOptions) -> Result<Self> {
         let source = Arc::new(source);
-        let layout = StreamLayout::new(source.shards(), &options)?;
+        let layout = StreamLayout::new(&*source, &options)?;
         Ok(Self { source, options, layout, maps: Vec::new() })
     }
 
@@ -215,6 +218,9 @@ impl Stream {
     }
 
     fn apply(&self, mut sample: Sample, origin: Origin) -> Result<Sample> {
+        if is_stopped() {
+            return Err(origin.error(&*self.source, IS_STOPPED.into()));
+        }
         let mut random = origin.random(self.options.seed);
         for map in &self.maps {
             let mapped = catch(|| map(sample, &mut random)).map_err(BoxError::from).flatten();

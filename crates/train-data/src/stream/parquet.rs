@@ -1,27 +1,32 @@
 //! `ParquetFiles`: each row of a Parquet file is a record.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 
-use parquet::basic::{ConvertedType, Repetition, Type as Physical};
-use parquet::errors::ParquetError;
+use parquet::basic::{Compression, ConvertedType, Repetition, Type as Physical};
+use parquet::file::metadata::ParquetMetaData;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::{ReaderIter, TreeBuilder};
 use parquet::record::{Field, Row};
 use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type};
 
-use super::source::{Files, Records, Shard, Source};
+use super::source::{Files, Listed, Records, Shard, Source};
 use crate::{Array, ArrayData, BoxError, Result, Sample};
 
 /// Parquet files, uncompressed or compressed by Snappy, gzip or zstd. Needs the feature `parquet`.
 ///
 /// A row is a [`Sample`]; a column is a field of its name, with the name of its struct and a dot as
 /// prefix if it is in one. A number is an array of shape `[]`, text and binary are their bytes, a
-/// list is an array with one more dimension. Doubles become `f32`, integers the narrowest of `u8`,
-/// `i32` and `i64` that contains all values of their type. A null is an absent field. A position is
-/// a number of rows: resuming skips row groups, and reads the rows before it within one. The files
-/// are trusted: a page is decompressed whole, however large its header says that it is, and no
-/// limit holds for a row. (A line of text and a record of an archive may have at most 1 GiB.)
+/// list is an array with one more dimension. Doubles become `f32`, and one beyond its range is an
+/// error; integers become the narrowest of `u8`, `i32` and `i64` that contains all values of their
+/// type. A null is an absent field. An `f32` has 24 bits: of a time in seconds since 1970, only
+/// multiples of 128 s remain. Write such a column as integers or as timestamps.
+///
+/// A position is a number of rows: resuming skips row groups, and reads the rows before it within
+/// one. A file must not change as long as the source exists, as with
+/// [`TextFiles`](super::TextFiles). The files are trusted: a page is decompressed whole, however
+/// large its header says that it is, and no limit holds for a row. (A line of text and a record of
+/// an archive may have at most 1 GiB.)
 #[derive(Debug)]
 pub struct ParquetFiles {
     files: Files,
@@ -53,8 +58,10 @@ impl ParquetFiles {
         let schema = match &self.columns {
             None => whole,
             Some(columns) => {
+                let known: HashMap<_, _> =
+                    fields.iter().map(|field| (field.name(), field)).collect();
                 let find = |column: &String| {
-                    let found = fields.iter().find(|field| field.name() == column).cloned();
+                    let found = known.get(column.as_str()).map(|field| (*field).clone());
                     found.ok_or_else(|| {
                         let have: Vec<_> = fields.iter().map(|field| field.name()).collect();
                         format!("the file has no column `{column}`; it has {have:?}")
@@ -85,11 +92,17 @@ impl Source for ParquetFiles {
     }
 
     fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError> {
-        let reader = SerializedFileReader::new(File::open(self.files.path(shard))?)?;
+        let (file, listed) = self.files.open(shard)?;
+        let reader = SerializedFileReader::new(file.try_clone()?)?;
         let schema = self.schema(reader.metadata().file_metadata().schema_descr_ptr())?;
-        let mut rows = Rows { reader, schema, group: 0, rows: None, place: 0 };
+        check_codecs(reader.metadata(), &schema)?;
+        let mut rows = Rows { file, listed, reader, schema, group: 0, rows: None, place: 0 };
         rows.skip_to(place)?;
         Ok(Box::new(rows))
+    }
+
+    fn checksum(&self, shard: usize) -> u64 {
+        self.files.checksum(shard)
     }
 
     fn unit(&self) -> &'static str {
@@ -98,6 +111,9 @@ impl Source for ParquetFiles {
 }
 
 struct Rows {
+    /// The file of `reader`, with its state when it was listed.
+    file: File,
+    listed: Listed,
     reader: SerializedFileReader<File>,
     schema: SchemaDescPtr,
     /// Index of the next row group, or, if there are `rows`, of the one after theirs.
@@ -123,7 +139,17 @@ impl Rows {
         Ok(())
     }
 
-    fn row(&mut self) -> Result<Option<Row>, ParquetError> {
+    /// Reads a row. The file is compared with its state when it was listed at its end, and after an
+    /// error, whose reason a change may be.
+    fn row(&mut self) -> Result<Option<Row>, BoxError> {
+        let row = self.next_row();
+        if !matches!(row, Ok(Some(_))) {
+            self.listed.check(&self.file)?;
+        }
+        row
+    }
+
+    fn next_row(&mut self) -> Result<Option<Row>, BoxError> {
         loop {
             if let Some(row) = self.rows.as_mut().and_then(Iterator::next) {
                 let row = row?;
@@ -160,6 +186,32 @@ impl Records for Rows {
     }
 }
 
+/// Returns an error for a column whose compression is not supported.
+fn check_codecs(file: &ParquetMetaData, schema: &SchemaDescriptor) -> Result<(), BoxError> {
+    let read: HashSet<_> = schema.root_schema().get_fields().iter().map(|f| f.name()).collect();
+    for column in file.row_groups().iter().flat_map(|group| group.columns()) {
+        let codec = match column.compression() {
+            Compression::UNCOMPRESSED
+            | Compression::SNAPPY
+            | Compression::GZIP(_)
+            | Compression::ZSTD(_) => continue,
+            Compression::BROTLI(_) => "brotli",
+            Compression::LZ4 | Compression::LZ4_RAW => "lz4",
+            Compression::LZO => "lzo",
+        };
+        let path = column.column_path();
+        if path.parts().first().is_some_and(|root| read.contains(root.as_str())) {
+            let name = path.string();
+            return Err(format!(
+                "column `{name}` is compressed by {codec}, which is not supported: write the file with snappy, gzip \
+                 or zstd (pyarrow: `compression='zstd'`)"
+            )
+            .into());
+        }
+    }
+    Ok(())
+}
+
 /// Returns errors for unsupported types. `in_list`: the parent of the field is annotated as a list.
 fn check(field: &Type, in_list: bool) -> Result<(), BoxError> {
     let info = field.get_basic_info();
@@ -171,6 +223,7 @@ fn check(field: &Type, in_list: bool) -> Result<(), BoxError> {
         ConvertedType::DECIMAL => refuse("a decimal number")?,
         ConvertedType::INTERVAL => refuse("an interval of time")?,
         ConvertedType::MAP | ConvertedType::MAP_KEY_VALUE => refuse("a map")?,
+        ConvertedType::LIST if has_structs(field) => refuse("a list of structs")?,
         _ if info.repetition() == Repetition::REPEATED && !in_list => {
             refuse("repeated without being a list")?;
         }
@@ -181,6 +234,21 @@ fn check(field: &Type, in_list: bool) -> Result<(), BoxError> {
         field.get_fields().iter().try_for_each(|field| check(field, is_list))?;
     }
     Ok(())
+}
+
+/// Returns whether the elements of a list are structs.
+fn has_structs(list: &Type) -> bool {
+    let [repeated] = list.get_fields() else { return false };
+    if repeated.is_primitive() {
+        return false;
+    }
+    // Between a list and its elements there is a group of one field, except in old files.
+    let is_plain = |group: &Type| group.get_basic_info().converted_type() == ConvertedType::NONE;
+    let element = match repeated.get_fields() {
+        [only] if is_plain(repeated) => only,
+        _ => repeated,
+    };
+    element.is_group() && is_plain(element)
 }
 
 /// Sets the fields of a row, or of a struct in it.
@@ -212,10 +280,16 @@ fn array(field: &Field, schema: &Type) -> Result<Array, BoxError> {
         | Field::TimeMicros(value)
         | Field::TimestampMillis(value)
         | Field::TimestampMicros(value) => Array::scalar(*value),
-        Field::ULong(value) => Array::scalar(i64::try_from(*value)?),
+        Field::ULong(value) => match i64::try_from(*value) {
+            Ok(value) => Array::scalar(value),
+            Err(_) => return Err(format!("the integer {value} is beyond i64").into()),
+        },
         Field::Float16(value) => Array::scalar(*value),
         Field::Float(value) => Array::scalar(*value),
         // Arrays have no type of doubles.
+        Field::Double(value) if value.is_finite() && (*value as f32).is_infinite() => {
+            return Err(format!("the number {value:e} is beyond f32").into());
+        }
         Field::Double(value) => Array::scalar(*value as f32),
         Field::Str(text) => Array::new([text.len()], text.as_bytes().to_vec())?,
         Field::Bytes(bytes) => Array::new([bytes.len()], bytes.data().to_vec())?,
@@ -226,9 +300,9 @@ fn array(field: &Field, schema: &Type) -> Result<Array, BoxError> {
                 .map_err(|(index, text)| format!("element {index} of the list {text}"))?
         }
         Field::Null => return Err("a list has a null in it".into()),
-        Field::Group(_) => return Err("lists of structs are not supported".into()),
-        Field::Decimal(_) | Field::MapInternal(_) => {
-            return Err("maps and decimal numbers are not supported".into());
+        Field::Group(_) | Field::Decimal(_) | Field::MapInternal(_) => {
+            let text = "lists of structs, maps and decimal numbers are not supported: leave it out by `columns`";
+            return Err(text.into());
         }
     })
 }
@@ -341,12 +415,24 @@ mod tests {
             (&["plain", "holes"], "column `holes`: a list has a null in it"),
             (&["words"], "column `words`: element 1 of the list has shape [2], the one before [1]"),
             (&["plain", "plain"], "two columns are called `plain`"),
+            (&["huge"], "column `huge`: the number 1e300 is beyond f32"),
+            (&["huges"], "column `huges`: the number -1e39 is beyond f32"),
+            (&["above"], "column `above`: the integer 9223372036854775808 is beyond i64"),
+            (
+                &["messages"],
+                "column `messages` is a list of structs, which is not supported: leave it out",
+            ),
             (&["plain", "other"], "the file has no column `other`; it has [\"money\", \"map\""),
         ] {
             let error = error("odd", columns);
             assert!(error.contains(says), "{columns:?}: {error}");
         }
         assert_eq!(rest(&source("odd").columns(["plain"]), 0).unwrap().len(), 1);
+        for codec in ["brotli", "lz4"] {
+            let says =
+                format!("column `label` is compressed by {codec}, which is not supported: write");
+            assert!(error(codec, &["label"]).starts_with(&says));
+        }
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("no.parquet");
         std::fs::write(&path, b"not a Parquet file").unwrap();

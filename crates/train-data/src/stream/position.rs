@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::StreamOptions;
-use super::source::Shard;
+use super::source::{Shard, Source};
 use crate::{Error, Result};
 
 /// Position of a rank in a stream: a few numbers, to be saved with the model.
@@ -17,7 +17,8 @@ pub struct StreamPosition {
 }
 
 impl StreamPosition {
-    /// Number of passes completed.
+    /// Number of passes completed. With the last record of a pass it is that of the next pass, if the
+    /// stream repeats; otherwise it stays 0.
     #[must_use]
     pub const fn pass(&self) -> u64 {
         self.start.pass
@@ -54,18 +55,22 @@ pub struct StreamLayout {
     pub rank: usize,
     /// Number of shards.
     pub shards: usize,
-    /// Hash of the names of all shards, without directories, and their sizes.
+    /// Hash of the names, sizes and checksums of all shards, without their common folder.
     pub fingerprint: u64,
     /// As in [`StreamOptions`].
     pub shuffle_buffer: usize,
     /// As in [`StreamOptions`].
     pub seed: u64,
+    /// As in [`StreamOptions`]. A stream that repeats takes a position of one that does not.
+    #[serde(default)]
+    pub repeat: bool,
 }
 
 impl StreamLayout {
     /// Computes the layout and checks the options.
-    pub(super) fn new(shards: &[Shard], options: &StreamOptions) -> Result<Self> {
-        let StreamOptions { shuffle_buffer, seed, rank, world_size, .. } = *options;
+    pub(super) fn new(source: &dyn Source, options: &StreamOptions) -> Result<Self> {
+        let StreamOptions { shuffle_buffer, seed, rank, world_size, repeat } = *options;
+        let shards = source.shards();
         if rank >= world_size {
             let text = format!("`rank` must be below `world_size`, got {rank} of {world_size}");
             return Err(Error::Options(text));
@@ -73,8 +78,8 @@ impl StreamLayout {
         if shards.is_empty() {
             return Err(Error::Options("the stream has no shards: name at least one".into()));
         }
-        let (shards, fingerprint) = (shards.len(), fingerprint(shards));
-        Ok(Self { world_size, rank, shards, fingerprint, shuffle_buffer, seed })
+        let (shards, fingerprint) = (shards.len(), fingerprint(source));
+        Ok(Self { world_size, rank, shards, fingerprint, shuffle_buffer, seed, repeat })
     }
 
     /// Returns an error for a position of another layout.
@@ -103,21 +108,46 @@ impl StreamLayout {
             }
         }
         if saved.fingerprint != self.fingerprint {
-            let text = "the names or sizes of the shards are not as before: list the same files";
+            let text = "the names or sizes of the shards are not as before, or their order or content: list the same \
+                        files";
+            return Err(Error::Position(text.into()));
+        }
+        if saved.repeat && !self.repeat {
+            let text = "it is of a stream that repeats, this one ends after a pass: set `repeat`, or begin anew";
             return Err(Error::Position(text.into()));
         }
         Ok(())
     }
 }
 
-/// FNV-1a hash of the names, without directories, and the sizes.
-fn fingerprint(shards: &[Shard]) -> u64 {
-    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-    for shard in shards {
-        let name = shard.name.rsplit(['/', '\\']).next().unwrap_or_default();
-        for byte in name.bytes().chain([0]).chain(shard.bytes.to_le_bytes()) {
-            hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
-        }
+/// Hash of the shards: their names without the common folder, sizes and checksums.
+fn fingerprint(source: &dyn Source) -> u64 {
+    let shards = source.shards();
+    let parts = |shard: &Shard| -> Vec<String> {
+        shard.name.split(['/', '\\']).map(str::to_owned).collect()
+    };
+    let names: Vec<_> = shards.iter().map(parts).collect();
+    let first = names.first().map(Vec::as_slice).unwrap_or_default();
+    let folder = &first[..first.len().saturating_sub(1)];
+    let common = |len: usize, name: &Vec<String>| {
+        name[..name.len() - 1].iter().zip(&folder[..len]).take_while(|(a, b)| a == b).count()
+    };
+    let common = names.iter().fold(folder.len(), common);
+    let mut state = HASH;
+    for (index, (shard, name)) in shards.iter().zip(&names).enumerate() {
+        state = hash(state, name[common..].join("/").as_bytes());
+        state = hash(state, &[0]);
+        state = hash(state, &shard.bytes.to_le_bytes());
+        state = hash(state, &source.checksum(index).to_le_bytes());
     }
-    hash
+    state
 }
+
+/// Continues an FNV-1a hash, which begins with [`HASH`].
+pub(super) fn hash(state: u64, bytes: &[u8]) -> u64 {
+    let step = |state: u64, byte: &u8| (state ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+    bytes.iter().fold(state, step)
+}
+
+/// FNV-1a hash of no bytes.
+pub(super) const HASH: u64 = 0xcbf2_9ce4_8422_2325;

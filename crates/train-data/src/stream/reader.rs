@@ -9,6 +9,7 @@ use super::StreamOptions;
 use super::position::{Cursor, StreamLayout, StreamPosition};
 use super::source::{Records, Source};
 use crate::sampler::shuffle;
+use crate::workers::{IS_STOPPED, catch, is_stopped};
 use crate::{BoxError, Error, Result, Sample, SampleRng};
 
 /// A record with its origin.
@@ -57,12 +58,23 @@ impl Reader {
 
     /// Returns the rank's next record; `None` at the end of a stream that does not repeat. After an
     /// error the position is before the window that contains it.
+    ///
+    /// With the last record of a window the next window is read, so that the position tells whether
+    /// the pass has ended.
     pub(super) fn next(&mut self) -> Result<Option<Record>> {
         if self.window.is_empty() {
             self.fill()?;
         }
         let record = self.window.pop_front();
         self.taken += usize::from(record.is_some());
+        if self.window.is_empty() && record.is_some() {
+            let filled = catch(|| self.fill());
+            if !matches!(filled, Ok(Ok(()))) {
+                // The next call reads again, to fail itself.
+                (self.cursor, self.records) = (self.start, None);
+                self.order = self.order_of(self.start.pass);
+            }
+        }
         Ok(record)
     }
 
@@ -140,6 +152,9 @@ impl Reader {
             let Cursor { pass, place, record, .. } = self.cursor;
             let origin = Origin { pass, shard, place };
             let named = |source| origin.error(&*self.source, source);
+            if is_stopped() {
+                return Err(named(IS_STOPPED.into()));
+            }
             let records = match &mut self.records {
                 Some(records) => records,
                 closed => closed.insert(self.source.open(shard, place).map_err(named)?),

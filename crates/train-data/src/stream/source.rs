@@ -2,10 +2,14 @@
 //! file name patterns.
 
 use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use glob::{MatchOptions, glob_with};
 
+use super::position::{HASH, hash};
 use crate::{BoxError, Error, Result, Sample};
 
 /// Shards of raw records: text files, archives, tables.
@@ -22,6 +26,13 @@ pub trait Source: Send + Sync {
     ///
     /// A shard that cannot be read, or ends before the position.
     fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError>;
+
+    /// Checksum of a shard's content, or of a sample of it; 0 if unknown. A stream resumes only if
+    /// those of all shards are unchanged.
+    fn checksum(&self, shard: usize) -> u64 {
+        let _ = shard;
+        0
+    }
 
     /// Unit of a position, for errors.
     fn unit(&self) -> &'static str {
@@ -51,8 +62,8 @@ pub trait Records: Send {
     fn place(&self) -> u64;
 }
 
-/// Name and size of a shard. A stream resumes only if those of all shards are unchanged; of a path,
-/// only the last component counts.
+/// Name and size of a shard. A stream resumes only if those of all shards are unchanged, and their
+/// order; folders before the first one that differs between shards do not count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
     /// Name in errors.
@@ -66,19 +77,102 @@ pub struct Shard {
 pub(super) struct Files {
     paths: Vec<PathBuf>,
     pub(super) shards: Vec<Shard>,
+    listed: Vec<Listed>,
 }
+
+/// State of a file when it was listed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Listed {
+    pub(super) bytes: u64,
+    modified: Option<SystemTime>,
+    /// Checksum of the first, the middle and the last block.
+    checksum: u64,
+    /// Advice if the first bytes are those of a format that is not read under the file's name.
+    pub(super) advice: Option<&'static str>,
+}
+
+impl Listed {
+    fn new(path: &Path) -> io::Result<Self> {
+        let mut file = File::open(path)?;
+        let metadata = file.metadata()?;
+        let bytes = metadata.len();
+        let (mut checksum, mut first) = (HASH, Vec::new());
+        let starts = match bytes {
+            0..=THREE_BLOCKS => [0, BLOCK, 2 * BLOCK],
+            _ => [0, bytes / 2, bytes - BLOCK],
+        };
+        for start in starts.into_iter().filter(|start| *start < bytes) {
+            let mut block = Vec::new();
+            file.seek(SeekFrom::Start(start))?;
+            (&file).take(BLOCK).read_to_end(&mut block)?;
+            checksum = hash(checksum, &block);
+            if start == 0 {
+                first = block;
+            }
+        }
+        let advice = advice(&first);
+        Ok(Self { bytes, modified: metadata.modified().ok(), checksum, advice })
+    }
+
+    /// Returns an error if the file is no longer as it was listed.
+    pub(super) fn check(&self, file: &File) -> io::Result<()> {
+        let metadata = file.metadata()?;
+        let (had, has) = (self.bytes, metadata.len());
+        let change = if had != has {
+            format!("it had {had} bytes when the stream was made and has {has} now")
+        } else if self.modified != metadata.modified().ok() {
+            "it was written to after the stream was made".to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(io::Error::other(format!(
+            "the file has changed: {change}; shards must stay as they are during a run"
+        )))
+    }
+}
+
+/// Returns advice for a file whose first bytes are those of a format that is not read.
+pub(super) fn advice(first: &[u8]) -> Option<&'static str> {
+    let found = FORMATS.iter().find(|(magic, _)| first.starts_with(magic));
+    found.map(|(_, advice)| *advice)
+}
+
+/// First bytes of files, and advice.
+const FORMATS: [(&[u8], &str); 8] = [
+    (b"\x1f\x8b", GZIP),
+    (
+        b"\x28\xb5\x2f\xfd",
+        "it is compressed by zstd: decompress it (`zstd -d`) or compress it by gzip",
+    ),
+    (b"\xfd7zXZ\0", "it is compressed by xz: decompress it (`xz -d`) or compress it by gzip"),
+    (
+        b"\x04\x22\x4d\x18",
+        "it is compressed by lz4: decompress it (`lz4 -d`) or compress it by gzip",
+    ),
+    (b"BZh", "it is compressed by bzip2: decompress it (`bzip2 -d`) or compress it by gzip"),
+    (b"PK\x03\x04", "it is a zip archive: unpack it (`unzip`)"),
+    (b"\xff\xfe", UTF_16),
+    (b"\xfe\xff", UTF_16),
+];
+pub(super) const GZIP: &str = "it is compressed by gzip: let its name end with `.gz`";
+const UTF_16: &str = "it is text in UTF-16: convert it (`iconv -f UTF-16 -t UTF-8`)";
+/// Number of bytes of each block in a file's checksum.
+const BLOCK: u64 = 1 << 12;
+const THREE_BLOCKS: u64 = 3 * BLOCK;
 
 impl Files {
     /// Lists the files that match each pattern by name, one pattern after another: `*` matches any
     /// characters, `?` one, `[0-9]` one of these. An existing file with the name of the pattern is
     /// that file.
     pub(super) fn find(patterns: impl IntoIterator<Item: AsRef<str>>) -> Result<Self> {
-        let (mut paths, mut shards) = (Vec::new(), Vec::new());
+        let (mut paths, mut shards, mut listed) = (Vec::new(), Vec::new(), Vec::new());
         // Canonical, so that a file has only one path.
         let mut known = HashSet::new();
         for pattern in patterns {
             for path in matching(pattern.as_ref())? {
-                shards.push(shard(&path)?);
+                let state = state(&path)?;
+                shards.push(Shard { name: path.display().to_string(), bytes: state.bytes });
+                listed.push(state);
                 if !known.insert(path.canonicalize().unwrap_or_else(|_| path.clone())) {
                     let text = format!("{} is listed twice: name each file once", path.display());
                     return Err(Error::Options(text));
@@ -86,20 +180,34 @@ impl Files {
                 paths.push(path);
             }
         }
-        Ok(Self { paths, shards })
+        Ok(Self { paths, shards, listed })
     }
 
     pub(super) fn path(&self, shard: usize) -> &Path {
         &self.paths[shard]
     }
+
+    /// Opens a file that is still as it was listed.
+    pub(super) fn open(&self, shard: usize) -> io::Result<(File, Listed)> {
+        let (file, listed) = (File::open(&self.paths[shard])?, self.listed[shard]);
+        listed.check(&file)?;
+        Ok((file, listed))
+    }
+
+    pub(super) fn checksum(&self, shard: usize) -> u64 {
+        self.listed[shard].checksum
+    }
 }
 
-fn shard(path: &Path) -> Result<Shard> {
-    let name = path.display().to_string();
+fn state(path: &Path) -> Result<Listed> {
+    let name = path.display();
     match path.metadata() {
-        Ok(metadata) if metadata.is_file() => Ok(Shard { name, bytes: metadata.len() }),
-        Ok(_) => Err(Error::Options(format!("{name} is not a file; a shard is one"))),
-        Err(error) => Err(Error::Options(format!("{name}: {error}"))),
+        Ok(metadata) if !metadata.is_file() => {
+            Err(Error::Options(format!("{name} is not a file; a shard is one")))
+        }
+        metadata => metadata
+            .and_then(|_| Listed::new(path))
+            .map_err(|error| Error::Options(format!("{name}: {error}"))),
     }
 }
 

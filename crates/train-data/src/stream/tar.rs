@@ -9,8 +9,13 @@ use crate::{Array, BoxError, Result, Sample};
 /// Consecutive files whose paths are equal up to the first dot of their names (`a/7.jpg`,
 /// `a/7.cls`) are one [`Sample`]: one field of bytes per file, named by the rest after that dot in
 /// lower case, and first `__key__`, the part before it. Directories, links and files without a dot
-/// are skipped. A position is a number of bytes, in a `.gz` file of decompressed ones; to resume,
-/// such a file is decompressed from its start.
+/// are skipped. A record's files must be consecutive: an archive is to be made of sorted names.
+///
+/// An archive ends with a block of zeros, without which it is an error: it was cut. Blocks of zeros
+/// may be followed by another archive (`cat a.tar b.tar`), which is read on. A position is a number
+/// of bytes, in a `.gz` file of decompressed ones; to resume, such a file is decompressed from its
+/// start. A file must not change as long as the source exists, as with
+/// [`TextFiles`](super::TextFiles).
 #[doc(alias = "WebDataset")]
 #[derive(Debug)]
 pub struct TarFiles {
@@ -37,8 +42,12 @@ impl Source for TarFiles {
     }
 
     fn open(&self, shard: usize, place: u64) -> Result<Box<dyn Records>, BoxError> {
-        let input = Input::open(self.files.path(shard), place)?;
+        let input = Input::open(&self.files, shard, place)?;
         Ok(Box::new(Archive { input, upcoming: None, max: MAX_RECORD }))
+    }
+
+    fn checksum(&self, shard: usize) -> u64 {
+        self.files.checksum(shard)
     }
 }
 
@@ -56,6 +65,8 @@ struct Entry {
     key: String,
     extension: String,
     size: u64,
+    /// Whether it is the first of an archive that follows the end of another one.
+    is_first: bool,
 }
 
 struct Archive {
@@ -89,7 +100,7 @@ impl Archive {
                 .and_then(|()| Ok(self.input.skip(padding(entry.size))?))
                 .map_err(|error| format!("file `{}.{}`: {error}", entry.key, entry.extension))?;
             match next_entry(&mut self.input)? {
-                Next::File(next) if next.key == entry.key => entry = next,
+                Next::File(next) if next.key == entry.key && !next.is_first => entry = next,
                 upcoming => {
                     self.upcoming = Some(upcoming);
                     return Ok(Some(entry.key));
@@ -101,33 +112,30 @@ impl Archive {
 
 impl Records for Archive {
     fn next(&mut self) -> Result<Option<Sample>, BoxError> {
-        let mut files: Vec<(String, Vec<u8>)> = Vec::new();
-        let (max, mut total) = (self.max, 0_u64);
+        let (mut sample, mut total) = (Sample::new(), 0_u64);
+        let max = self.max;
         let key = self.record(|input, entry| {
+            if total == 0 {
+                sample.set(KEY, bytes(entry.key.clone().into_bytes())?);
+            }
             // Many empty files with long names would also fill the memory.
             let overhead = (entry.extension.len() + BLOCK) as u64;
             total = total.saturating_add(entry.size).saturating_add(overhead);
             if total > max {
                 return Err(format!("with it the record has more than {max} bytes").into());
             }
-            if files.len() == MAX_FILES {
+            if sample.fields.len() > MAX_FILES {
                 return Err(format!("with it the record has more than {MAX_FILES} files").into());
             }
-            if files.iter().any(|(name, _)| *name == entry.extension) || entry.extension == KEY {
+            if sample.fields.has(&entry.extension) {
                 return Err("it is in the record twice".into());
             }
             let mut content = Vec::new();
             input.read_exact(&mut content, entry.size)?;
-            files.push((entry.extension.clone(), content));
+            sample.set(entry.extension.clone(), bytes(content)?);
             Ok(())
         })?;
-        let Some(key) = key else { return Ok(None) };
-        let key = (KEY.to_owned(), key.into_bytes());
-        let mut sample = Sample::new();
-        for (name, bytes) in std::iter::once(key).chain(files) {
-            sample.set(name, Array::new([bytes.len()], bytes)?);
-        }
-        Ok(Some(sample))
+        Ok(key.map(|_| sample))
     }
 
     fn skip(&mut self) -> Result<bool, BoxError> {
@@ -146,14 +154,21 @@ impl Records for Archive {
 fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
     // Set by headers before the file's own.
     let (mut start, mut long_name, mut long_size) = (None, None, None);
+    // First block of zeros.
+    let mut end = None;
     loop {
         let place = input.place();
         let at = |error: BoxError| format!("archive header at byte {place}: {error}");
-        let Some(header) = read_header(input).map_err(at)? else {
-            return match start {
-                None => Ok(Next::End(place)),
-                Some(_) => Err(at("the file ends after an extended header".into()).into()),
-            };
+        let header = match read_header(input, end.is_some()).map_err(at)? {
+            Some(header) if !header.is_zero() => header,
+            _ if start.is_some() => {
+                return Err(at("the file ends after an extended header".into()).into());
+            }
+            Some(_) => {
+                end.get_or_insert(place);
+                continue;
+            }
+            None => return end.map(Next::End).ok_or_else(|| at(NO_END.into()).into()),
         };
         let size = header.size().map_err(at)?;
         match header.kind() {
@@ -168,26 +183,33 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
                 long_name = Some(name);
                 start.get_or_insert(place);
             }
-            // Names of link targets and settings for all files.
-            b'K' | b'g' => {
+            // The name of a link's target; settings of all files, which stand before a file's own.
+            kind @ (b'K' | b'g') => {
                 input.skip(size)?;
                 input.skip(padding(size))?;
-                start.get_or_insert(place);
+                if kind == b'K' {
+                    start.get_or_insert(place);
+                }
             }
             b'S' => return Err(at("sparse files are not supported".into()).into()),
-            kind => {
+            kind @ (0 | b'0'..=b'7' | b'D' | b'V') => {
                 let name = long_name.take().unwrap_or_else(|| header.name());
                 let size = long_size.take().unwrap_or(size);
-                let start = start.take().unwrap_or(place);
+                let place = start.take().unwrap_or(place);
                 let is_file = matches!(kind, b'0' | b'7' | 0);
                 if is_file && let Some((key, extension)) = split(&name).map_err(at)? {
-                    return Ok(Next::File(Entry { place: start, key, extension, size }));
+                    let is_first = end.is_some();
+                    return Ok(Next::File(Entry { place, key, extension, size, is_first }));
                 }
                 // Links, devices and directories have no content, regardless of their size.
                 if !matches!(kind, b'1'..=b'6') {
                     input.skip(size)?;
                     input.skip(padding(size))?;
                 }
+            }
+            kind => {
+                let kind = kind.escape_ascii();
+                return Err(at(format!("entries of kind `{kind}` are not supported").into()).into());
             }
         }
     }
@@ -216,6 +238,10 @@ impl Header {
         if is_posix && !prefix.is_empty() { [prefix, b"/", name].concat() } else { name.to_vec() }
     }
 
+    fn is_zero(&self) -> bool {
+        self.0 == [0; BLOCK]
+    }
+
     /// Returns whether the sum of the bytes, with the sum field read as spaces, equals the header's
     /// sum.
     fn is_whole(&self) -> bool {
@@ -230,24 +256,31 @@ impl Header {
     }
 }
 
-/// Returns the next header; `None` at the end of the file or of the archive, which is a block of
-/// zeros.
-fn read_header(input: &mut Input) -> Result<Option<Header>, BoxError> {
+/// Reads a header, or a block of zeros; `None` at the end of the file. `is_after_end`: after a block
+/// of zeros.
+fn read_header(input: &mut Input, is_after_end: bool) -> Result<Option<Header>, BoxError> {
     let mut block = Vec::with_capacity(BLOCK);
     let read = input.read_up_to(&mut block, BLOCK as u64)?;
+    let is_zero = block.iter().all(|byte| *byte == 0);
     let header = match <[u8; BLOCK]>::try_from(block) {
         Ok(block) => Header(block),
-        Err(_) if read == 0 => return Ok(None),
+        Err(_) if read == 0 || (is_zero && is_after_end) => return Ok(None),
         Err(_) => return Err(format!("the file ends after {read} of its {BLOCK} bytes").into()),
     };
-    if header.0 == [0; BLOCK] {
-        return Ok(None);
+    if is_zero || header.is_whole() {
+        return Ok(Some(header));
     }
-    if !header.is_whole() {
-        return Err("its checksum is wrong: this is no tar archive, or it is damaged".into());
+    if is_after_end {
+        return Err("other bytes follow the end of the archive: cut them off".into());
     }
-    Ok(Some(header))
+    let advice = input.advice(&header.0).map(|advice| format!(" ({advice})")).unwrap_or_default();
+    let what = format!("its checksum is wrong: this is no tar archive{advice}, or it is damaged");
+    Err(what.into())
 }
+
+/// Error of an archive without a block of zeros.
+const NO_END: &str = "the archive was cut: it lacks the blocks of zeros of its end; make it anew, or, if it is whole, \
+                      append 1024 bytes of zeros";
 
 /// Parses octal digits, or, if the first bit is set, a big-endian binary number.
 fn number(field: &[u8]) -> Option<u64> {
@@ -321,6 +354,10 @@ fn split(path: &[u8]) -> Result<Option<(String, String)>, BoxError> {
     })
 }
 
+fn bytes(content: Vec<u8>) -> Result<Array> {
+    Array::new([content.len()], content)
+}
+
 /// Number of bytes that pad content to whole blocks.
 const fn padding(size: u64) -> u64 {
     (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64
@@ -341,6 +378,7 @@ pub(super) mod tests {
 
     use proptest::prelude::*;
 
+    use super::super::text::tests::gz;
     use super::*;
     use crate::ArrayData;
 
@@ -363,8 +401,15 @@ pub(super) mod tests {
         block
     }
 
+    /// The two blocks of zeros after the last file.
+    pub(in crate::stream) const END: [u8; 2 * BLOCK] = [0; 2 * BLOCK];
+
     fn source(dir: &Path, bytes: &[u8]) -> TarFiles {
-        let path = dir.join("a.tar");
+        source_of(dir, "a.tar", bytes)
+    }
+
+    fn source_of(dir: &Path, name: &str, bytes: &[u8]) -> TarFiles {
+        let path = dir.join(name);
         std::fs::write(&path, bytes).unwrap();
         TarFiles::new([path.to_str().unwrap()]).unwrap()
     }
@@ -431,14 +476,19 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_archive_may_lack_its_end_or_have_no_file() {
+    fn an_archive_may_have_no_file_and_be_followed_by_others() {
         let dir = tempfile::tempdir().unwrap();
+        let one = || [file("a.txt", 0, b"x"), vec![0; BLOCK]].concat();
+        let many = [one(), END.to_vec(), one(), one(), file("b.txt", b'0', b""), END.to_vec()];
         for (bytes, count) in [
-            (vec![], 0),
-            (vec![0; 2 * BLOCK], 0),
-            (file("a.txt", b'0', b"x"), 1),
-            ([file("a.txt", 0, b"x"), vec![0; BLOCK], file("b.txt", b'0', b"x")].concat(), 1),
-            ([file("a.txt", b'0', b""), file("folder/", 0, b"")].concat(), 1),
+            (vec![0; BLOCK], 0),
+            (END.to_vec(), 0),
+            (vec![0; 20 * BLOCK + 7], 0),
+            (one(), 1),
+            ([one(), vec![0; 3]].concat(), 1),
+            (many.concat(), 4),
+            ([file("a.txt", b'0', b""), file("folder/", 0, b""), END.to_vec()].concat(), 1),
+            ([file("x", b'g', b"12 a=bcdefg\n"), END.to_vec()].concat(), 0),
         ] {
             let source = source(dir.path(), &bytes);
             let mut records = source.open(0, 0).unwrap();
@@ -448,6 +498,74 @@ pub(super) mod tests {
             for _ in 0..2 {
                 assert!(records.next().unwrap().is_none());
                 assert!(rest(&source, records.place()).unwrap().is_empty());
+            }
+        }
+    }
+
+    /// Archives of records, each record a key and the extensions of its files.
+    fn archives() -> impl Strategy<Value = Vec<Vec<(u8, Vec<u8>)>>> {
+        let record = (0..3_u8, prop::collection::btree_set(0..4_u8, 1..4));
+        let record = record.prop_map(|(key, files)| (key, files.into_iter().collect()));
+        prop::collection::vec(prop::collection::vec(record, 0..4), 1..4)
+    }
+
+    proptest! {
+        /// Beside a list of the files: records of archives one after another, each cut anywhere.
+        #[test]
+        fn archives_have_all_their_records_or_an_error(
+            archives in archives(),
+            zeros in 1..4_usize,
+            cuts in prop::collection::vec(0..1_000_000_usize, 3),
+            is_gz: bool,
+        ) {
+            let dir = tempfile::tempdir().unwrap();
+            let (mut bytes, mut expected) = (Vec::new(), Vec::new());
+            let mut last_file = 0;
+            for records in &archives {
+                let mut before = None;
+                for (at, (key, extensions)) in records.iter().enumerate() {
+                    // Neighbours of one key would be one record.
+                    let key = if before == Some(*key) { format!("{key}-{at}") } else { key.to_string() };
+                    before = key.parse::<u8>().ok();
+                    let mut fields = vec![("__key__".to_owned(), format!("d/{key}"))];
+                    for extension in extensions {
+                        let content = "c".repeat(usize::from(*extension) * 300);
+                        bytes.extend(file(&format!("d/{key}.{extension}"), b'0', content.as_bytes()));
+                        fields.push((extension.to_string(), content));
+                    }
+                    last_file = bytes.len();
+                    expected.push(fields);
+                }
+                bytes.resize(bytes.len() + zeros * BLOCK, 0);
+            }
+            let read = |bytes: &[u8]| {
+                let bytes = if is_gz { gz(bytes) } else { bytes.to_vec() };
+                let source = source_of(dir.path(), if is_gz { "a.tgz" } else { "a.tar" }, &bytes);
+                let all = rest(&source, 0)?;
+                Ok::<_, BoxError>(all.iter().map(|(_, sample)| fields(sample)).collect::<Vec<_>>())
+            };
+            prop_assert_eq!(&read(&bytes).unwrap(), &expected);
+            for cut in cuts.iter().flat_map(|cut| [*cut, cut / BLOCK * BLOCK]) {
+                let cut = cut % bytes.len();
+                match read(&bytes[..cut]) {
+                    Ok(all) if archives.len() == 1 || cut >= last_file + BLOCK => {
+                        prop_assert!(cut >= last_file + BLOCK, "{}", cut);
+                        prop_assert_eq!(&all, &expected);
+                    }
+                    // The archives before the cut are whole, as nothing tells that more followed.
+                    Ok(all) => prop_assert!(expected.starts_with(&all)),
+                    Err(error) => {
+                        let error = error.to_string();
+                        prop_assert!(error.contains("header at byte") || error.contains("file `"), "{}", error);
+                    }
+                }
+            }
+            if is_gz {
+                let whole = gz(&bytes);
+                for len in [0, cuts[0] % whole.len(), cuts[1] % whole.len(), whole.len() - 1] {
+                    let source = source_of(dir.path(), "b.tgz", &whole[..len]);
+                    prop_assert!(rest(&source, 0).is_err(), "{}", len);
+                }
             }
         }
     }
@@ -480,6 +598,12 @@ pub(super) mod tests {
             (with(file("a.TXT", b'0', b"")), "file `a.txt`: it is in the record twice"),
             (file("a.__key__", b'0', b""), "it is in the record twice"),
             (with(file("a.b\u{e9}", b'0', b""))[..whole().len() + 511].to_vec(), "after 511"),
+            (whole(), "at byte 1536: the archive was cut: it lacks the blocks of zeros"),
+            (vec![], "archive header at byte 0: the archive was cut"),
+            (with(file("x", b'M', b"y")), "at byte 1536: entries of kind `M` are not supported"),
+            (with([END.to_vec(), vec![1; 600]].concat()), "byte 2560: other bytes follow the end"),
+            (with([END.to_vec(), vec![1; 6]].concat()), "byte 2560: the file ends after 6 of its"),
+            (b"(\xb5/\xfd".repeat(200), "no tar archive (it is compressed by zstd: decompress it"),
             (whole()[..900].to_vec(), "file `a.txt`: the file ends 312 bytes too early"),
             (whole()[..1300].to_vec(), "file `a.txt`: the file ends 236 bytes too early"),
         ] {
@@ -501,12 +625,13 @@ pub(super) mod tests {
     fn names_count_as_bytes_of_a_record_and_its_files_are_limited() {
         let dir = tempfile::tempdir().unwrap();
         let files = |count: usize| -> Vec<u8> {
-            (0..count).flat_map(|k| file(&format!("a.{k}"), b'0', b"")).collect()
+            (0..count).flat_map(|k| file(&format!("a.{k}"), b'0', b"")).chain(END).collect()
         };
         let next = |bytes: &[u8], max| {
             let path = dir.path().join("a.tar");
             std::fs::write(&path, bytes).unwrap();
-            Archive { input: Input::open(&path, 0).unwrap(), upcoming: None, max }.next()
+            let files = Files::find([path.to_str().unwrap()]).unwrap();
+            Archive { input: Input::open(&files, 0, 0).unwrap(), upcoming: None, max }.next()
         };
         assert!(next(&files(5), 2565).unwrap().is_some());
         let error = next(&files(5), 2564).unwrap_err().to_string();
@@ -523,7 +648,7 @@ pub(super) mod tests {
         let (long, pax) = (file("x", b'L', b"b.txt\0"), file("x", b'x', b"14 path=b.txt\n"));
         let global = file("x", b'g', b"14 path=c.txt\n");
         for headers in [[&long, &link], [&link, &long], [&pax, &global], [&global, &pax]] {
-            let bytes = [&headers[0][..], headers[1], &short].concat();
+            let bytes = [&headers[0][..], headers[1], &short, &END].concat();
             let source = source(dir.path(), &bytes);
             let all = rest(&source, 0).unwrap();
             assert_eq!(fields(&all[0].1)[0].1, "b");
@@ -551,7 +676,7 @@ pub(super) mod tests {
             file.truncate(len);
             file
         });
-        prop_oneof![4 => header, 2 => changed, 1 => cut]
+        prop_oneof![4 => header, 2 => changed, 1 => cut, 1 => Just(vec![0; BLOCK])]
     }
 
     proptest! {
@@ -561,7 +686,8 @@ pub(super) mod tests {
             place in prop_oneof![Just(0), 0..4000_u64],
         ) {
             let dir = tempfile::tempdir().unwrap();
-            let source = source(dir.path(), &pieces.concat());
+            let bytes = [&pieces.concat()[..], &END].concat();
+            let source = source(dir.path(), &bytes);
             let Ok(all) = rest(&source, place) else { return Ok(()) };
             for (k, (place, _)) in all.iter().enumerate() {
                 prop_assert_eq!(&rest(&source, *place).unwrap(), &all[k..]);

@@ -86,6 +86,7 @@ fn files(dir: &Path, kind: &str, lens: &[u64], options: StreamOptions) -> Stream
         let bytes: Vec<u8> = match kind {
             "tar" => ids
                 .flat_map(|id| tar::tests::file(&format!("{id}.id"), b'0', id.as_bytes()))
+                .chain(tar::tests::END)
                 .collect(),
             _ => ids.flat_map(|id| (id + "\n").into_bytes()).collect(),
         };
@@ -221,6 +222,9 @@ fn a_position_of_another_layout_is_refused() {
         loader(lens, options, 1, 0).resume(saved).map_err(|error| error.to_string())
     };
     refused(&lens, StreamOptions { repeat: true, ..options }).unwrap();
+    let endless = loader(&lens, StreamOptions { repeat: true, ..options }, 1, 0).position();
+    let error = loader(&lens, options, 1, 0).resume(endless).unwrap_err().to_string();
+    assert!(error.contains("it is of a stream that repeats, this one ends"), "{error}");
     for (lens, options, says) in [
         (
             &lens[..],
@@ -252,6 +256,189 @@ fn a_position_of_another_layout_is_refused() {
     let mut behind = loader(&lens, options, 1, 0);
     behind.resume(StreamPosition { taken: 5, ..saved }).unwrap();
     assert!(behind.next_batch().unwrap_err().to_string().contains("behind the end"));
+}
+
+#[test]
+fn a_position_of_other_files_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, content: &[u8]| {
+        let path = dir.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, content).unwrap();
+    };
+    let large = |byte: u8, at: usize| {
+        let mut lines = b"0\n".repeat(30_000);
+        lines[at] = byte;
+        lines
+    };
+    for folder in ["x", "moved", "changed"] {
+        for (name, byte) in [("a", b'1'), ("b", b'2')] {
+            write(&format!("{folder}/{name}/0.txt"), &[byte, b'\n'].repeat(20));
+            write(&format!("{folder}/{name}/large.txt"), &large(b'0', 0));
+        }
+    }
+    write("changed/a/0.txt", &[b'3', b'\n'].repeat(20));
+    let loader = |names: &[&str]| {
+        let paths: Vec<_> = names.iter().map(|name| dir.path().join(name)).collect();
+        let names = paths.iter().map(|path| path.to_str().unwrap());
+        let stream = Stream::text(names, StreamOptions::default()).unwrap();
+        StreamLoader::new(stream, 1, Workers::new(0)).unwrap()
+    };
+    let position = |names: &[&str]| {
+        let mut loader = loader(names);
+        loader.next_batch().unwrap();
+        loader.position()
+    };
+    let saved = position(&["x/a/0.txt", "x/b/0.txt"]);
+    loader(&["moved/a/0.txt", "moved/b/0.txt"]).resume(saved).unwrap();
+    let one = position(&["x/a/0.txt"]);
+    loader(&["moved/a/0.txt"]).resume(one).unwrap();
+    for (saved, names) in [
+        (saved, &["x/b/0.txt", "x/a/0.txt"][..]),
+        (saved, &["changed/a/0.txt", "changed/b/0.txt"]),
+        (saved, &["x/a/0.txt", "moved/b/0.txt"]),
+        (one, &["x/b/0.txt"]),
+    ] {
+        let error = loader(names).resume(saved).unwrap_err().to_string();
+        assert!(
+            error.contains("the shards are not as before, or their order or content"),
+            "{error}"
+        );
+    }
+    // Of a large file three blocks are compared.
+    let saved = position(&["x/a/large.txt"]);
+    for (at, is_noticed) in [(0, true), (30_000, true), (59_998, true), (10_000, false)] {
+        write("changed/a/large.txt", &large(b'1', at));
+        assert_eq!(loader(&["changed/a/large.txt"]).resume(saved).is_err(), is_noticed, "{at}");
+    }
+}
+
+#[test]
+fn a_pass_is_complete_with_its_last_record() {
+    for (shuffle_buffer, workers) in [(0, 0), (1, 0), (7, 0), (8, 0), (7, 2)] {
+        let options = StreamOptions { shuffle_buffer, repeat: true, ..Default::default() };
+        let mut endless = loader(&[8, 0, 16, 0], options, 1, workers);
+        let mut records = 0;
+        while endless.position().pass() < 2 {
+            assert_eq!(endless.position().pass(), records / 24);
+            endless.next_batch().unwrap().unwrap();
+            records += 1;
+        }
+        assert_eq!(records, 48);
+        let options = StreamOptions { repeat: false, ..options };
+        let mut once = loader(&[8, 0, 16, 0], options, 1, workers);
+        assert_eq!(batches(&mut once, 99).len(), 24);
+        assert_eq!(once.position().pass(), 0);
+    }
+}
+
+/// Writes a shard of a kind with records of about ten bytes.
+fn shard_of(kind: &str, count: usize) -> Vec<u8> {
+    // Without a compressible pattern.
+    let number = |k: usize| (k as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+    let ids = (0..count).map(|k| format!("1{:08}", number(k)));
+    match kind {
+        "tar" => ids
+            .flat_map(|id| tar::tests::file(&format!("{id}.id"), b'0', b"7"))
+            .chain(tar::tests::END)
+            .collect(),
+        "jsonl" => ids.flat_map(|id| format!("{{\"id\": {}}}\n", id).into_bytes()).collect(),
+        _ => ids.flat_map(|id| format!("{}\n", id).into_bytes()).collect(),
+    }
+}
+
+/// Reads until an error, and returns it; the end would be a loss without a word.
+fn error_of(loader: &mut StreamLoader) -> String {
+    for _ in 0..200_000 {
+        match loader.next_batch() {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("the end"),
+            Err(error) => return error.to_string(),
+        }
+    }
+    panic!("no error");
+}
+
+#[test]
+fn a_shard_that_changes_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let now = std::time::SystemTime::now();
+    let write = |path: &Path, content: &[u8], age: u64| {
+        std::fs::write(path, content).unwrap();
+        let file = std::fs::File::options().write(true).open(path).unwrap();
+        file.set_modified(now - std::time::Duration::from_secs(age)).unwrap();
+    };
+    for kind in ["txt", "gz", "jsonl", "tar", "tgz"] {
+        let compressed = |count| {
+            let bytes = shard_of(if kind == "tgz" { "tar" } else { kind }, count);
+            if ["gz", "tgz"].contains(&kind) { text::tests::gz(&bytes) } else { bytes }
+        };
+        let path = dir.path().join(format!("a.{kind}"));
+        let pattern = [path.to_str().unwrap()];
+        // Larger than all buffers, and smaller.
+        for count in [if ["tar", "tgz"].contains(&kind) { 500 } else { 20_000 }, 10] {
+            let whole = compressed(count);
+            let half = &whole[..whole.len() / 2 / 512 * 512];
+            let grown = [&whole[..], &compressed(1)].concat();
+            for (changed, age, repeat, after) in [
+                (half, 9, false, 1),
+                (&grown, 9, false, 1),
+                (&whole, 8, false, 1),
+                (half, 9, true, count),
+                (&grown, 9, true, count),
+                (&whole, 8, true, count),
+                (b"", 9, false, 0),
+            ] {
+                write(&path, &whole, 9);
+                let options = StreamOptions { repeat, ..Default::default() };
+                let stream = match kind {
+                    "tar" | "tgz" => Stream::tar(pattern, options),
+                    "jsonl" => Stream::json(pattern, options),
+                    _ => Stream::text(pattern, options),
+                };
+                let mut loader = StreamLoader::new(stream.unwrap(), 1, Workers::new(0)).unwrap();
+                loader = loader.collate(|_| Ok(Batch::new()));
+                (0..after).for_each(|_| drop(loader.next_batch().unwrap().unwrap()));
+                write(&path, changed, age);
+                let error = error_of(&mut loader);
+                let named = format!("{}, record at byte ", path.display());
+                let says = if age == 8 { "was written to" } else { "it had " };
+                let is_named = error.starts_with(&named) && error.contains(says);
+                assert!(
+                    is_named && error.contains("the file has changed"),
+                    "{kind} {age}: {error}"
+                );
+            }
+        }
+        let stream = Stream::text(pattern, StreamOptions { repeat: true, ..Default::default() });
+        let stream = if kind == "txt" { stream.unwrap() } else { continue };
+        let mut loader = StreamLoader::new(stream, 1, Workers::new(0)).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let error = error_of(&mut loader);
+        assert!(error.contains("a.txt, record at byte 0: No such file"), "{error}");
+    }
+}
+
+#[cfg(feature = "parquet")]
+#[test]
+fn a_parquet_file_that_changes_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.parquet");
+    let whole = include_bytes!("../../tests/vectors/zstd.parquet");
+    let other = include_bytes!("../../tests/vectors/gzip.parquet");
+    for repeat in [false, true] {
+        for changed in [&whole[..whole.len() / 2], other, b""] {
+            std::fs::write(&path, whole).unwrap();
+            let options = StreamOptions { repeat, ..Default::default() };
+            let stream = Stream::parquet([path.to_str().unwrap()], options).unwrap();
+            let mut loader = StreamLoader::new(stream, 1, Workers::new(0)).unwrap();
+            loader.next_batch().unwrap().unwrap();
+            std::fs::write(&path, changed).unwrap();
+            let error = error_of(&mut loader);
+            assert!(error.contains("a.parquet, record at row "), "{error}");
+            assert!(error.contains("the file has changed: it had "), "{error}");
+        }
+    }
 }
 
 #[test]
@@ -415,6 +602,20 @@ impl Records for Counted {
     fn place(&self) -> u64 {
         self.0.place()
     }
+}
+
+#[test]
+fn dropping_a_loader_ends_the_reading_of_its_window() {
+    let read = Arc::new(AtomicUsize::new(0));
+    let source = Counting(Numbers::new(&[1 << 40]), Arc::clone(&read));
+    let options = StreamOptions { shuffle_buffer: usize::MAX, ..Default::default() };
+    let stream = Stream::new(source, options).unwrap();
+    let workers = Workers::new(1).timeout(std::time::Duration::from_millis(1));
+    let mut endless = StreamLoader::new(stream, 1, workers).unwrap();
+    assert!(endless.next_batch().is_err());
+    // It waits for the threads, at most five seconds.
+    drop(endless);
+    assert_eq!(Arc::strong_count(&read), 1, "the threads have ended");
 }
 
 #[test]

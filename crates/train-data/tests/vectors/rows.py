@@ -36,6 +36,9 @@ def main() -> None:
     here = pathlib.Path(__file__).parent
     for compression in ["none", "snappy", "gzip", "zstd"]:
         pq.write_table(table(range(10)), here / f"{compression}.parquet", compression=compression, row_group_size=4)
+    for compression in ["brotli", "lz4"]:
+        columns = table(range(1)).select(["label"])
+        pq.write_table(columns, here / f"{compression}.parquet", compression=compression)
     pq.write_table(table(range(0)), here / "empty.parquet")
     odd = {
         "money": pa.array([decimal.Decimal("1.25")], pa.decimal128(9, 2)),
@@ -43,6 +46,10 @@ def main() -> None:
         "holes": pa.array([[1, None]], pa.list_(pa.int64())),
         "words": pa.array([["a", "bc"]], pa.list_(pa.string())),
         "plain": pa.array([7], pa.int64()),
+        "huge": pa.array([1e300], pa.float64()),
+        "huges": pa.array([[1.0, -1e39]], pa.list_(pa.float64())),
+        "above": pa.array([2**63], pa.uint64()),
+        "messages": pa.array([[{"role": "user", "content": "a"}]]),
     }
     pq.write_table(pa.table(odd), here / "odd.parquet")
 

@@ -15,11 +15,11 @@ use crate::cpu::{BLOCK, Block, FirstSweep, GradMap, Piece, SLOTS, Scratch, SlotM
 use crate::names::{self, PARAMS};
 use crate::param::rows;
 use crate::rule::{Hyper, OwnClip, require};
-use crate::state::{TensorState, invalid, problem};
+use crate::state::{Slot, TensorState, invalid, problem};
 use crate::state_dict::{MASTER, STEP};
 use crate::{
     Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, HyperParam, ParamGroup, ParamMut,
-    ParamSpec, Result, Slice, SliceMut, StateDict, StateProblem, StepCtl, norms, sweep,
+    ParamSpec, Result, Slice, SliceMut, StateDict, StateProblem, StepCtl, cpu, norms, sweep,
 };
 
 /// An optimizer with the rule `H`.
@@ -148,10 +148,33 @@ impl<H: Hyper> Core<H> {
     }
 
     /// A tensor's hyper-parameters, and its state if it has taken a step.
-    pub(crate) fn state_of(&self, index: usize) -> Result<(&H, Option<&TensorState>)> {
+    fn state_of(&self, index: usize) -> Result<(&H, Option<&TensorState>)> {
         let count = self.least_count();
         let tensor = self.tensors.get(&index).ok_or(Error::MissingParam { index, count })?;
         Ok((&self.groups[tensor.group].hyper, tensor.state.as_ref()))
+    }
+
+    /// Writes the weights for evaluation of a tensor, whose weight in training is `weight`, or its
+    /// master.
+    pub(crate) fn eval_weights(
+        &self,
+        index: usize,
+        weight: Slice<'_>,
+        output: &mut [f32],
+    ) -> Result<()> {
+        check_len(index, "evaluation weight", weight.len(), output.len())?;
+        cpu::widen_into(weight, output);
+        if !H::HAS_EVAL_WEIGHTS {
+            return Ok(());
+        }
+        let (hyper, Some(state)) = self.state_of(index)? else { return Ok(()) };
+        state.lengths().try_for_each(|got| check_len(index, "state", weight.len(), got))?;
+        if let Some(master) = &state.master {
+            output.copy_from_slice(master);
+        }
+        let slots: Vec<_> = state.slots.iter().map(Slot::values).collect();
+        hyper.to_eval_weights(output, &slots);
+        Ok(())
     }
 
     /// Whether the state of a weight of this type has an f32 master.

@@ -81,6 +81,9 @@ pub trait ElementwiseRule:
     const SLOTS: &'static [&'static str];
     /// The state of an element: `[f32; N]`, with `N` of 0 to 3.
     type State: State;
+    /// Whether evaluation uses other weights than training, those of
+    /// [`eval_weight`](Self::eval_weight).
+    const HAS_EVAL_WEIGHTS: bool = false;
     /// Numbers computed once per tensor and step: factors, bias corrections.
     type Numbers: Copy + Send + Sync;
 
@@ -118,6 +121,13 @@ pub trait ElementwiseRule:
         grad: f32,
         state: Self::State,
     ) -> (f32, Self::State);
+
+    /// Returns the value of one element for evaluation, of its value in training and its state, if
+    /// [`HAS_EVAL_WEIGHTS`](Self::HAS_EVAL_WEIGHTS); see
+    /// [`Optimizer::eval_weights`](crate::Optimizer::eval_weights).
+    fn eval_weight(&self, param: f32, _state: Self::State) -> f32 {
+        param
+    }
 }
 
 /// An element's state: an array of up to three values.
@@ -126,6 +136,8 @@ pub trait State: Sweep {}
 
 /// The update loop for this state.
 pub(crate) trait Sweep: Copy {
+    fn from_fn(value: impl FnMut(usize) -> f32) -> Self;
+
     fn sweep<R: ElementwiseRule<State = Self>>(numbers: &R::Numbers, block: Block<'_>);
 }
 
@@ -134,6 +146,10 @@ macro_rules! states {
         impl State for [f32; $count] {}
 
         impl Sweep for [f32; $count] {
+            fn from_fn(value: impl FnMut(usize) -> f32) -> Self {
+                std::array::from_fn(value)
+            }
+
             fn sweep<R: ElementwiseRule<State = Self>>(numbers: &R::Numbers, block: Block<'_>) {
                 const { assert!(R::SLOTS.len() == $count, "a name for each state value") };
                 cpu::sweep(&Elementwise::<R>(*numbers), block);
@@ -163,6 +179,7 @@ impl<R: ElementwiseRule> Copy for Elementwise<R> {}
 
 impl<R: ElementwiseRule> Hyper for R {
     const KIND: &'static str = R::KIND;
+    const HAS_EVAL_WEIGHTS: bool = R::HAS_EVAL_WEIGHTS;
     type Rule = R::Numbers;
 
     fn validate(&self) -> Result<()> {
@@ -187,6 +204,12 @@ impl<R: ElementwiseRule> Hyper for R {
 
     fn rule(&self, step: u64, _: usize) -> R::Numbers {
         self.numbers(step)
+    }
+
+    fn to_eval_weights(&self, weights: &mut [f32], slots: &[Vec<f32>]) {
+        for (at, weight) in weights.iter_mut().enumerate() {
+            *weight = self.eval_weight(*weight, R::State::from_fn(|slot| slots[slot][at]));
+        }
     }
 
     fn sweep(numbers: &R::Numbers, _: FirstSweep<'_>, block: Block<'_>) {

@@ -6,7 +6,7 @@ use std::fmt;
 pub use self::without_cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
 #[cfg(feature = "cuda")]
 pub use crate::cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
-use crate::{Clip, Error, ParamMut, ParamSpec, Result, StateDict, TotalNorm};
+use crate::{Clip, Error, ParamMut, ParamSpec, Result, Slice, StateDict, TotalNorm};
 
 /// A fused optimizer: one call updates every tensor, by most rules in one sweep over memory.
 ///
@@ -151,6 +151,26 @@ pub trait Optimizer: Send + fmt::Debug {
         self.set_hyper_param(group, HyperParam::WeightDecay, weight_decay)
     }
 
+    /// Whether evaluation uses other weights than training, those of
+    /// [`eval_weights`](Self::eval_weights), as with [`ScheduleFreeAdamW`](crate::ScheduleFreeAdamW).
+    fn has_eval_weights(&self) -> bool {
+        false
+    }
+
+    /// Writes the weights with which tensor `index`, whose weight in training is `weight`, is to be
+    /// evaluated and published: `weight` itself, unless the rule
+    /// [has others](Self::has_eval_weights).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::LengthMismatch`]; [`Error::MissingParam`] if the rule has others, and the tensor is
+    /// in no group.
+    fn eval_weights(&self, index: usize, weight: Slice<'_>, output: &mut [f32]) -> Result<()> {
+        crate::core::check_len(index, "evaluation weight", weight.len(), output.len())?;
+        crate::cpu::widen_into(weight, output);
+        Ok(())
+    }
+
     /// Drops the f32 [masters](HalfWeights::Master); the next step copies them from the 16-bit
     /// weights again. Call this after weights were loaded or changed outside the optimizer.
     ///
@@ -208,6 +228,38 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 
     fn set_hyper_param(&mut self, group: usize, param: HyperParam, value: f64) -> Result<()> {
         (**self).set_hyper_param(group, param, value)
+    }
+
+    fn lr(&self, group: usize) -> Result<f64> {
+        (**self).lr(group)
+    }
+
+    fn set_lr(&mut self, group: usize, lr: f64) -> Result<()> {
+        (**self).set_lr(group, lr)
+    }
+
+    fn momentum(&self, group: usize) -> Result<Option<f64>> {
+        (**self).momentum(group)
+    }
+
+    fn set_momentum(&mut self, group: usize, momentum: f64) -> Result<()> {
+        (**self).set_momentum(group, momentum)
+    }
+
+    fn weight_decay(&self, group: usize) -> Result<Option<f64>> {
+        (**self).weight_decay(group)
+    }
+
+    fn set_weight_decay(&mut self, group: usize, weight_decay: f64) -> Result<()> {
+        (**self).set_weight_decay(group, weight_decay)
+    }
+
+    fn has_eval_weights(&self) -> bool {
+        (**self).has_eval_weights()
+    }
+
+    fn eval_weights(&self, index: usize, weight: Slice<'_>, output: &mut [f32]) -> Result<()> {
+        (**self).eval_weights(index, weight, output)
     }
 
     fn refresh_masters(&mut self) -> Result<()> {
@@ -465,4 +517,25 @@ pub enum Applied {
     Applied,
     /// A gradient was infinite or NaN; nothing was changed.
     SkippedNonFinite,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    /// Names of the methods between a line and the next closing brace of the same depth.
+    fn methods(opening: &str) -> BTreeSet<&'static str> {
+        let source = include_str!("optimizer.rs");
+        let (_, body) = source.split_once(opening).unwrap();
+        let body = &body[..body.find("\n}\n").unwrap()];
+        let name = |line: &'static str| line.strip_prefix("    fn ")?.split(['(', '<']).next();
+        body.lines().filter_map(name).collect()
+    }
+
+    #[test]
+    fn a_box_forwards_every_method_of_the_trait() {
+        let all = methods("\npub trait Optimizer: Send + fmt::Debug {\n");
+        assert!(all.len() > 20 && all.contains("set_lr"), "{all:?}");
+        assert_eq!(methods("\nimpl<O: Optimizer + ?Sized> Optimizer for Box<O> {\n"), all);
+    }
 }

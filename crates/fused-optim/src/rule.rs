@@ -29,6 +29,8 @@ pub(crate) trait Hyper:
     const BY_ROWS: bool = false;
     /// Whether one thread computes the directions of a whole tensor between the two sweeps.
     const BY_TENSOR: bool = false;
+    /// Whether evaluation uses other weights than training, see `to_eval_weights`.
+    const HAS_EVAL_WEIGHTS: bool = false;
     /// Numbers computed once per tensor and step.
     type Rule: Copy + Send + Sync;
 
@@ -48,6 +50,8 @@ pub(crate) trait Hyper:
     fn initial(&self, _slot: &str) -> f32 {
         0.0
     }
+    /// Replaces a tensor's weights with those for evaluation; `slots` are its state values.
+    fn to_eval_weights(&self, _weights: &mut [f32], _slots: &[Vec<f32>]) {}
     /// The clipping that the rule itself does.
     fn own_clip(&self) -> OwnClip {
         OwnClip::None

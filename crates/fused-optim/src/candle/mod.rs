@@ -230,6 +230,57 @@ impl<O: Optimizer> VarOptimizer<O> {
         self.optimizer.refresh_masters().map_err(Error::wrap)
     }
 
+    /// The weights for evaluation of a variable of [`vars`](Self::vars), in its type; `None` unless
+    /// the rule [has others](Optimizer::has_eval_weights) than those that it trains. A variable in
+    /// no group keeps its own.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`Optimizer::eval_weights`]; a variable that is not on the CPU.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such variable.
+    pub fn eval_tensor(&self, index: usize) -> Result<Option<Tensor>> {
+        if !self.optimizer.has_eval_weights() {
+            return Ok(None);
+        }
+        let var = &self.vars[index];
+        let (storage, layout) = var.storage_and_layout();
+        let Some(weight) = slice(&storage, layout) else {
+            bail!("{}: {TAKEN}", label(&self.names, index))
+        };
+        let mut values = vec![0.0; weight.len()];
+        match self.optimizer.eval_weights(index, weight, &mut values) {
+            Err(crate::Error::MissingParam { .. }) => {
+                return var.as_detached_tensor().copy().map(Some);
+            }
+            result => result.map_err(Error::wrap)?,
+        }
+        Tensor::from_vec(values, var.shape(), var.device())?.to_dtype(var.dtype()).map(Some)
+    }
+
+    /// Calls `call` while the variables have their [weights for evaluation](Self::eval_tensor),
+    /// and then gives them back those of training, bit for bit, also if it panics.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`eval_tensor`](Self::eval_tensor); a variable that another thread is
+    /// updating.
+    pub fn with_eval_weights<R>(&self, call: impl FnOnce() -> R) -> Result<R> {
+        let weights = (0..self.vars.len()).map(|index| self.eval_tensor(index));
+        let Some(weights) = weights.collect::<Result<Option<Vec<_>>>>()? else {
+            return Ok(call());
+        };
+        let copies = self.vars.iter().map(|var| var.as_detached_tensor().copy());
+        let trained = copies.collect::<Result<Vec<_>>>()?;
+        let mut restored = Restored { vars: &self.vars, trained };
+        set_all(&self.vars, &weights)?;
+        let result = call();
+        set_all(&self.vars, &std::mem::take(&mut restored.trained))?;
+        Ok(result)
+    }
+
     /// The variables, in the order of the optimizer's parameters.
     #[must_use]
     pub fn vars(&self) -> &[Var] {
@@ -425,6 +476,23 @@ pub fn lend<R>(
     let slices = taken.map(|(tensor, storage)| slice_mut(storage, tensor.layout()));
     let mut slices = slices.collect::<Option<Vec<_>>>().ok_or_else(|| Error::msg(TAKEN))?;
     Ok(call(&mut slices))
+}
+
+/// Variables that get these values back when it is dropped.
+struct Restored<'a> {
+    vars: &'a [Var],
+    trained: Vec<Tensor>,
+}
+
+impl Drop for Restored<'_> {
+    fn drop(&mut self) {
+        // An error is returned, or a panic goes on.
+        let _ = set_all(self.vars, &self.trained);
+    }
+}
+
+fn set_all(vars: &[Var], values: &[Tensor]) -> Result<()> {
+    vars.iter().zip(values).try_for_each(|(var, values)| var.set(values))
 }
 
 /// A step on variables whose weights are lent.

@@ -2,7 +2,9 @@
 
 use crate::core::Core;
 use crate::rule::{Hyper, group_methods};
-use crate::{Applied, HalfWeights, Optimizer, ParamGroup, ParamMut, Result, StateDict, StepCtl};
+use crate::{
+    Applied, HalfWeights, Optimizer, ParamGroup, ParamMut, Result, Slice, StateDict, StepCtl,
+};
 
 /// An optimizer on the CPU. `H` is the rule's hyper-parameters, for example
 /// [`AdamWHyper`](crate::AdamWHyper), or those of a [user-defined rule](crate::ElementwiseRule).
@@ -81,6 +83,14 @@ impl<H: Hyper> Optimizer for CpuOptimizer<H> {
     }
 
     group_methods!(core);
+
+    fn has_eval_weights(&self) -> bool {
+        H::HAS_EVAL_WEIGHTS
+    }
+
+    fn eval_weights(&self, index: usize, weight: Slice<'_>, output: &mut [f32]) -> Result<()> {
+        self.core.eval_weights(index, weight, output)
+    }
 
     fn refresh_masters(&mut self) -> Result<()> {
         self.core.refresh_masters();

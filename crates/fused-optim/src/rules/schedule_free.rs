@@ -1,9 +1,8 @@
 //! Schedule-free AdamW: AdamW with averaged weights instead of a learning rate schedule.
 
-use crate::core::check_len;
 use crate::cpu::CpuOptimizer;
 use crate::rule::{bias_corrections, fields, hyper, require, validate_adam};
-use crate::{ElementwiseRule, Result, Slice};
+use crate::{ElementwiseRule, Result};
 
 hyper! {
     /// Hyper-parameters of [`ScheduleFreeAdamW`]; the defaults are the authors'.
@@ -26,8 +25,10 @@ hyper! {
 
 /// Schedule-free AdamW over many tensors. On the CPU only.
 ///
-/// The weights are `y`, where gradients are computed. Evaluate and publish the average `x`, which
-/// [`eval_weights`](Self::eval_weights) computes. With `g` the gradient at `y` times `grad_scale`
+/// The weights are `y`, where gradients are computed. Evaluate and publish the average
+/// `x = (y − (1−β1)·z) / β1`, which [`eval_weights`](crate::Optimizer::eval_weights) computes:
+/// before a tensor's first step the weight itself, and for a 16-bit weight with a master from the
+/// master. With `g` the gradient at `y` times `grad_scale`
 /// (negated if `maximize`), `t` the tensor's step and `z` initially `y`:
 ///
 /// ```text
@@ -48,35 +49,10 @@ hyper! {
 /// for the learning rate and 0 for `t`, as here.
 pub type ScheduleFreeAdamW = CpuOptimizer<ScheduleFreeAdamWHyper>;
 
-impl ScheduleFreeAdamW {
-    /// Writes the average `x = (y − (1−β1)·z) / β1` of tensor `index`, whose weight is `y`, for
-    /// evaluation. Before the tensor's first step this is the weight itself. For a 16-bit weight
-    /// with a master, `y` is the master.
-    ///
-    /// # Errors
-    ///
-    /// [`MissingParam`](crate::Error::MissingParam) if the tensor is in no group,
-    /// [`LengthMismatch`](crate::Error::LengthMismatch).
-    pub fn eval_weights(&self, index: usize, weight: Slice<'_>, output: &mut [f32]) -> Result<()> {
-        check_len(index, "average", weight.len(), output.len())?;
-        crate::cpu::widen_into(weight, output);
-        let (hyper, state) = self.core.state_of(index)?;
-        let Some(state) = state else { return Ok(()) };
-        state.lengths().try_for_each(|got| check_len(index, "state", weight.len(), got))?;
-        if let Some(master) = &state.master {
-            output.copy_from_slice(master);
-        }
-        let (b1, z) = (hyper.betas.0, state.slots[0].values());
-        for (x, z) in output.iter_mut().zip(z) {
-            *x = ((f64::from(*x) - (1.0 - b1) * f64::from(z)) / b1) as f32;
-        }
-        Ok(())
-    }
-}
-
 impl ElementwiseRule for ScheduleFreeAdamWHyper {
     const KIND: &'static str = "schedule_free_adamw";
     const SLOTS: &'static [&'static str] = &["z", "exp_avg_sq"];
+    const HAS_EVAL_WEIGHTS: bool = true;
     type State = [f32; 2];
     type Numbers = ScheduleFreeNumbers;
 
@@ -113,6 +89,11 @@ impl ElementwiseRule for ScheduleFreeAdamWHyper {
         let u = g / (v.sqrt() * n.root_factor + n.eps) + y * n.weight_decay;
         (y + n.c * (z - y) - n.lr_of_weight * u, [z - n.lr * u, v])
     }
+
+    fn eval_weight(&self, y: f32, [z, _]: [f32; 2]) -> f32 {
+        let b1 = self.betas.0;
+        ((f64::from(y) - (1.0 - b1) * f64::from(z)) / b1) as f32
+    }
 }
 
 /// The warmup factor `s` of a step, and its weight `c` in the average.
@@ -145,7 +126,7 @@ pub struct ScheduleFreeNumbers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Error, Optimizer, ParamMut, StepCtl};
+    use crate::{Error, Optimizer, ParamMut, Slice, StepCtl};
 
     #[test]
     fn average_weights_are_squared_warmup_factors() {

@@ -6,8 +6,8 @@ use candle_nn::{Module, Optimizer as _, ParamsAdamW, VarBuilder, VarMap};
 use fused_optim::candle::VarOptimizer;
 use fused_optim::{
     AdamP, AdamPHyper, AdamW, AdamWHyper, Applied, BertAdam, BertAdamHyper, Clip, CpuOptimizer,
-    DType, FoundInf, HalfWeights, Lamb, LambHyper, Lion, LionHyper, Optimizer, ParamMut, Sgd,
-    SgdHyper, StateDict, StepCtl,
+    DType, FoundInf, HalfWeights, Lamb, LambHyper, Lion, LionHyper, Optimizer, ParamGroup,
+    ParamMut, ScheduleFreeAdamW, ScheduleFreeAdamWHyper, Sgd, SgdHyper, StateDict, StepCtl,
 };
 
 use crate::common::Owned;
@@ -289,4 +289,78 @@ fn errors_name_the_variable_and_change_nothing() {
     adamw.set_learning_rate(0.5);
     adamw.step(&grads).unwrap();
     assert_ne!(floats(&b), values(&[2], 2));
+}
+
+/// Variables of three types in two groups, and one in no group.
+fn schedule_free() -> VarOptimizer<Box<dyn Optimizer>> {
+    let hyper = |b1| ScheduleFreeAdamWHyper { lr: 0.1, betas: (b1, 0.9), ..Default::default() };
+    let groups = [ParamGroup::new(hyper(0.9), [0, 2]), ParamGroup::new(hyper(0.5), [1, 3])];
+    let types = [Type::F32, Type::F16, Type::BF16, Type::F32, Type::BF16];
+    let vars = types.iter().enumerate().map(|(seed, dtype)| var(&[3, 2], seed, *dtype));
+    let named = vars.enumerate().map(|(index, var)| (format!("w{index}"), var));
+    let optimizer: Box<dyn Optimizer> = Box::new(ScheduleFreeAdamW::new(groups).unwrap());
+    VarOptimizer::with_names(named, optimizer).unwrap()
+}
+
+/// Gradients of all variables but the fourth.
+fn step_schedule_free(optimizer: &mut VarOptimizer<Box<dyn Optimizer>>, step: usize) {
+    let grads: Vec<_> = (0..5)
+        .map(|index| (index != 3).then(|| tensor(&[3, 2], 10 * step + index, Type::F32)))
+        .collect();
+    let _applied = optimizer.step_tensors(&grads, &StepCtl::PLAIN).unwrap();
+}
+
+#[test]
+fn averaged_weights_are_lent_for_evaluation_through_a_box() {
+    let mut optimizer = schedule_free();
+    assert!(optimizer.optimizer().has_eval_weights());
+    (0..3).for_each(|step| step_schedule_free(&mut optimizer, step));
+    let bits = |optimizer: &VarOptimizer<_>| {
+        optimizer.vars().iter().map(|var| floats(var)).collect::<Vec<_>>()
+    };
+    let trained = bits(&optimizer);
+    let dict = optimizer.state_dict().unwrap();
+    let expected: Vec<Vec<f32>> = (0..5)
+        .map(|index| {
+            let Some(state) = dict.state.get(&index) else { return trained[index].clone() };
+            let b1 = [0.9, 0.5][index % 2];
+            let y = state.tensors.get("master").unwrap_or(&trained[index]);
+            let x =
+                |(y, z): (&f32, &f32)| ((f64::from(*y) - (1.0 - b1) * f64::from(*z)) / b1) as f32;
+            let x: Vec<f32> = y.iter().zip(&state.tensors["z"]).map(x).collect();
+            let x = Tensor::from_vec(x, 6, &CPU).unwrap();
+            floats(&x.to_dtype(optimizer.vars()[index].dtype()).unwrap())
+        })
+        .collect();
+    assert_eq!(optimizer.with_eval_weights(|| bits(&optimizer)).unwrap(), expected);
+    assert_ne!(expected[0], trained[0]);
+    assert_eq!(expected[3..], trained[3..]);
+    assert_eq!(bits(&optimizer), trained);
+    let panics = || optimizer.with_eval_weights(|| panic!("in an evaluation"));
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).unwrap_err();
+    assert_eq!(bits(&optimizer), trained);
+
+    // Training goes on as without the evaluation.
+    let mut undisturbed = schedule_free();
+    (0..4).for_each(|step| step_schedule_free(&mut undisturbed, step));
+    step_schedule_free(&mut optimizer, 3);
+    assert_eq!(bits(&optimizer), bits(&undisturbed));
+    assert_eq!(optimizer.state_dict().unwrap().state, undisturbed.state_dict().unwrap().state);
+}
+
+#[test]
+fn other_rules_evaluate_the_weights_that_they_train() {
+    let optimizer = VarOptimizer::with_optimizer(
+        vec![var(&[3], 1, Type::BF16)],
+        AdamW::with_one_group(AdamWHyper::default(), 1).unwrap(),
+    )
+    .unwrap();
+    assert!(optimizer.eval_tensor(0).unwrap().is_none());
+    let mut weights = [0.0; 3];
+    let weight = [1.0, -2.0, 0.5];
+    let own = optimizer.optimizer();
+    own.eval_weights(0, fused_optim::Slice::F32(&weight), &mut weights).unwrap();
+    assert_eq!(weights, weight);
+    let short = own.eval_weights(0, fused_optim::Slice::F32(&weight[..2]), &mut weights);
+    assert!(short.unwrap_err().to_string().contains("evaluation weight"));
 }

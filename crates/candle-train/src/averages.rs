@@ -55,9 +55,15 @@ use crate::{Error, Result};
 #[derive(Debug)]
 #[doc(alias = "DistributedDataParallel")]
 pub struct DataParallel {
+    names: Vec<String>,
     vars: Vec<Var>,
     index: ParamIndex,
     gradients: Arc<Mutex<Gradients>>,
+    /// For each variable, whether it got a gradient in this pass.
+    reported: Arc<Mutex<Vec<bool>>>,
+    /// Between `prepare` and `finish`: whether gradients are averaged in the pass.
+    active: Option<bool>,
+    find_unused: bool,
     group: ProcessGroup,
 }
 
@@ -104,6 +110,7 @@ impl DataParallel {
         };
         let params = variables.params.iter().map(param).collect::<Result<Vec<_>>>()?;
         let vars: Vec<Var> = variables.params.iter().map(|(_, var)| var.clone()).collect();
+        let find_unused = options.find_unused_parameters;
         let gradients = if vars.iter().all(|var| var.device().is_cpu()) {
             let reducer = Box::new(Reducer::new(group.clone(), params, options)?);
             Gradients::Host { reducer, dtypes: vars.iter().map(|var| var.dtype()).collect() }
@@ -112,7 +119,10 @@ impl DataParallel {
         };
         variables.broadcast(&group)?;
         let index = ParamIndex::new(vars.iter().map(|var| var.id()));
-        Ok(Self { vars, index, gradients: Arc::new(Mutex::new(gradients)), group })
+        let reported = Arc::new(Mutex::new(vec![false; vars.len()]));
+        let gradients = Arc::new(Mutex::new(gradients));
+        let names = variables.params.iter().map(|(name, _)| name.clone()).collect();
+        Ok(Self { names, vars, index, gradients, reported, active: None, find_unused, group })
     }
 
     /// The process group.
@@ -131,9 +141,11 @@ impl DataParallel {
     /// # Errors
     ///
     /// [`UnusedParameters`](collective::Error::UnusedParameters) with the names of variables
-    /// without a gradient in a pass with `sync`, unless
-    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) allows it; errors of
-    /// operators; a failure of another rank.
+    /// without a gradient since the last [`take`](Self::take), in a pass with `sync`, unless
+    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) allows it, or with all
+    /// names, if the loss depends on no variable; errors of operators; a failure of another rank.
+    /// This rank's gradients are dropped then. With several ranks, an error in a pass with `sync`
+    /// aborts the group.
     #[doc(alias = "no_sync")]
     pub fn backward(
         &mut self,
@@ -141,11 +153,85 @@ impl DataParallel {
         gradient: Tensor,
         sync: bool,
     ) -> Result<()> {
+        self.prepare(sync)?;
+        let ended = self.pass((tape, loss), gradient).and_then(|()| self.finish());
+        ended.inspect_err(|error| self.abandon(&error.to_string()))
+    }
+
+    /// Begins a pass; with `sync` its gradients are averaged. A pass that was not finished, since
+    /// the backward pass panicked, is abandoned.
+    pub(crate) fn prepare(&mut self, sync: bool) -> Result<()> {
+        self.abandon("its last backward pass was not finished");
         self.gradients.lock().prepare(sync)?;
-        let gradients = Arc::clone(&self.gradients);
-        let ready = move |index, gradient: Tensor| gradients.lock().ready(index, &gradient);
+        self.reported.lock().fill(false);
+        self.active = Some(sync);
+        Ok(())
+    }
+
+    /// Whether the last pass was not finished.
+    pub(crate) fn is_unfinished(&self) -> bool {
+        self.active.is_some()
+    }
+
+    /// Takes the gradients of a backward pass.
+    pub(crate) fn pass(&mut self, (tape, loss): (Tape, &Tensor), gradient: Tensor) -> Result<()> {
+        let (gradients, reported) = (Arc::clone(&self.gradients), Arc::clone(&self.reported));
+        let ready = move |index, gradient: Tensor| {
+            gradients.lock().ready(index, &gradient)?;
+            reported.lock()[index] = true;
+            Ok(())
+        };
         self.index.backward((tape, loss), gradient, ready, Error::Candle)?;
+        if self.reported.lock().contains(&true) {
+            return Ok(());
+        }
+        let (rank, names) = (self.group.rank(), self.names.clone());
+        Err(collective::Error::UnusedParameters { rank, names }.into())
+    }
+
+    /// Gives the parameters without a gradient in this pass zeros, if they must have one.
+    pub(crate) fn fill(&self) -> Result<()> {
+        self.fill_where(|_, _| true)
+    }
+
+    fn fill_where(&self, wanted: impl Fn(&Gradients, usize) -> bool) -> Result<()> {
+        if self.find_unused {
+            return Ok(());
+        }
+        let (mut gradients, mut reported) = (self.gradients.lock(), self.reported.lock());
+        for (index, var) in self.vars.iter().enumerate() {
+            if !reported[index] && wanted(&gradients, index) {
+                gradients.ready(index, &var.zeros_like()?)?;
+                reported[index] = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a pass.
+    pub(crate) fn finish(&mut self) -> Result<()> {
+        if self.active == Some(true) {
+            // They are used, by an earlier pass.
+            let has_gradient = |gradients: &Gradients, index| gradients.slice(index).is_some();
+            self.fill_where(has_gradient)?;
+        }
+        self.active = None;
         self.gradients.lock().finish()
+    }
+
+    /// Ends a pass that failed, if there is one, and drops its gradients. Other ranks that wait for
+    /// its averages get the reason.
+    fn abandon(&mut self, reason: &str) {
+        let Some(sync) = self.active else { return };
+        if sync && self.group.world_size() > 1 {
+            self.active = None;
+            self.group.abort(reason);
+            return;
+        }
+        // A failure of the group is the next call's error.
+        let _ = self.fill().and_then(|()| self.finish());
+        self.active = None;
+        self.zero_grad();
     }
 
     /// Averages the gradients returned by candle's own `backward`, in place.
@@ -156,16 +242,9 @@ impl DataParallel {
     ///
     /// As [`backward`](Self::backward).
     pub fn average(&mut self, store: &mut GradStore) -> Result<()> {
-        {
-            let mut gradients = self.gradients.lock();
-            gradients.prepare(true)?;
-            for (index, var) in self.vars.iter().enumerate() {
-                if let Some(gradient) = store.get(var) {
-                    gradients.ready(index, &gradient.contiguous()?)?;
-                }
-            }
-            gradients.finish()?;
-        }
+        self.prepare(true)?;
+        let ended = self.take_all(store).and_then(|()| self.finish());
+        ended.inspect_err(|error| self.abandon(&error.to_string()))?;
         let averages = self.take()?;
         for var in &self.vars {
             match averages.get(var) {
@@ -174,6 +253,23 @@ impl DataParallel {
             };
         }
         Ok(())
+    }
+
+    /// Takes the gradients of a store.
+    fn take_all(&self, store: &GradStore) -> Result<()> {
+        let mut gradients = self.gradients.lock();
+        for (index, var) in self.vars.iter().enumerate() {
+            if let Some(gradient) = store.get(var) {
+                gradients.ready(index, &gradient.contiguous()?)?;
+                self.reported.lock()[index] = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// A copy of the gradient of a variable, after a pass.
+    pub(crate) fn gradient(&self, index: usize) -> Result<Option<Tensor>> {
+        self.gradients.lock().tensor(index, &self.vars[index])
     }
 
     /// Returns the gradients accumulated since the last call, as new tensors, and clears them.

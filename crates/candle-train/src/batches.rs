@@ -2,6 +2,7 @@
 
 use train_data::{Batch, DataLoader, DefaultSampler};
 
+use crate::exchange::OpenStep;
 use crate::{Error, Result, Trainer};
 
 impl Trainer {
@@ -40,6 +41,7 @@ impl Trainer {
 
     /// Begins an epoch of `len` batches at batch `first`.
     fn begin_epoch(&mut self, len: usize, first: usize) {
+        self.open = OpenStep::default();
         self.accumulation.initialize_count_status(first, len);
         self.epoch = Some((len, first));
     }

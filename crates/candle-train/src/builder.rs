@@ -1,6 +1,7 @@
 //! [`Builder`]: builds a [`Trainer`] from options, the process group, and an optimizer on the
 //! variables' device.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,6 +18,7 @@ use fused_optim::{Clip, CpuOptimizer, Optimizer};
 use train_data::Accumulation;
 
 use crate::averages::DataParallel;
+use crate::exchange::OpenStep;
 use crate::trainer::{Schedule, Trainer};
 use crate::variables::Variables;
 use crate::{Error, Result, process};
@@ -33,6 +35,7 @@ pub struct Builder {
     clip: Option<Clip>,
     accumulate: usize,
     schedule: Option<Schedule>,
+    max_consecutive_skips: usize,
     frozen: Vec<String>,
     seed: u64,
 }
@@ -50,6 +53,7 @@ impl Trainer {
             clip: None,
             accumulate: 1,
             schedule: None,
+            max_consecutive_skips: 100,
             frozen: Vec::new(),
             seed: 0,
         }
@@ -84,9 +88,20 @@ impl Builder {
         self
     }
 
+    /// Number of steps skipped in a row, because gradients are not finite, after which the last one
+    /// is an [error](Error::NonFinite). Default: 100. Steps are skipped in mixed precision or with a
+    /// loss scale.
+    pub fn max_consecutive_skips(mut self, steps: usize) -> Self {
+        self.max_consecutive_skips = steps;
+        self
+    }
+
     /// Number of batches per step, 1 by default. The remaining batches at the end of an epoch of
     /// [`batches`](Trainer::batches) are a smaller step. The loss of each batch is divided by this
-    /// number.
+    /// number, so that a step is the mean of its batches' losses. That is the mean of their samples
+    /// or tokens only if each batch, on each rank, has equally many: otherwise a token of a short
+    /// batch counts more than one of a long batch, as in PyTorch. Train such batches by
+    /// [`step_weighted`](Trainer::step_weighted).
     #[doc(alias = "gradient_accumulation_steps")]
     pub fn accumulate(mut self, batches: usize) -> Self {
         self.accumulate = batches;
@@ -158,7 +173,7 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// The errors of [`build`](Self::build), and those of `make`.
+    /// The errors of [`build`](Self::build), and those of `make`; variables in no parameter group.
     pub fn build_with(
         self,
         make: impl FnOnce(&[candle_core::Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
@@ -168,8 +183,10 @@ impl Builder {
         let device = variables.params[0].1.device().clone();
         let vars: Vec<_> = variables.params.iter().map(|(_, var)| var.clone()).collect();
         let optimizer = make(&vars, &device)?;
-        if self.accumulate == 0 {
-            let text = "accumulate(0): a step has at least one batch";
+        check_groups(&variables, &*optimizer)?;
+        let (every, max_skips) = (self.accumulate, self.max_consecutive_skips);
+        if every == 0 || max_skips == 0 {
+            let text = "`accumulate` and `max_consecutive_skips` must be at least 1";
             return Err(Error::InvalidArgument(text.to_owned()));
         }
         let groups = 0..optimizer.group_count();
@@ -180,12 +197,12 @@ impl Builder {
             (None, _) => LossScaler::disabled(),
         };
         let group = self.group.map_or_else(|| join(&device), Ok)?;
-        let (half, clip, every) = (self.half, self.clip, self.accumulate);
+        let (half, clip) = (self.half, self.clip);
         let hyper = optimizer.state_dict()?.param_groups;
         let kind = optimizer.kind();
         let options = [
             format!("precision {half:?}, clip {clip:?}, accumulate {every}, seed {}", self.seed),
-            format!("loss scale {:?}", scaler.state_dict()),
+            format!("loss scale {:?}, max_consecutive_skips {max_skips}", scaler.state_dict()),
             format!("optimizer {kind} {hyper}"),
         ];
         check_alike(&group, &options)?;
@@ -208,10 +225,13 @@ impl Builder {
             clip: self.clip,
             accumulation: Accumulation::new(self.accumulate),
             pending: 0,
+            open: OpenStep::default(),
             epoch: None,
             schedule: self.schedule,
             base_lrs,
             steps: 0,
+            skips: 0,
+            max_consecutive_skips: max_skips,
             seed: self.seed,
         })
     }
@@ -315,6 +335,29 @@ fn join(device: &Device) -> Result<ProcessGroup> {
         return Ok(init_process_group(&topology, options)?);
     }
     Ok(init_process_group(&topology, options)?)
+}
+
+/// Returns an error for variables that are in no parameter group: no step would train them.
+fn check_groups(variables: &Variables, optimizer: &dyn Optimizer) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Group {
+        params: Vec<usize>,
+    }
+    let groups = optimizer.state_dict()?.param_groups;
+    // An optimizer of the program's own may write its groups in another way.
+    let Ok(groups) = serde_json::from_str::<Vec<Group>>(&groups) else { return Ok(()) };
+    let grouped: HashSet<usize> = groups.into_iter().flat_map(|group| group.params).collect();
+    let params = variables.params.iter().enumerate();
+    let missing = params.filter(|(index, _)| !grouped.contains(index));
+    let missing: Vec<_> = missing.map(|(_, (name, _))| name.as_str()).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(Error::InvalidArgument(format!(
+        "variables in no parameter group of the optimizer: {}; add them to a group, or give their names to \
+         `Builder::frozen`",
+        missing.join(", ")
+    )))
 }
 
 /// Compares the options of all ranks.

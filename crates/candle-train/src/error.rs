@@ -22,9 +22,31 @@ pub enum Error {
     /// The optimizer rejected its hyper-parameters or a saved state.
     #[error(transparent)]
     Optimizer(#[from] fused_optim::Error),
-    /// The loss scale has fallen to its minimum, or a saved one is invalid.
+    /// Options of the loss scale, or a saved one, are invalid.
     #[error(transparent)]
     LossScale(#[from] amp::Error),
+    /// Too many steps in a row were skipped because gradients were not finite, or the loss scale has
+    /// fallen to its minimum.
+    #[error("{}", non_finite(parameter, *skips, *scale, floor.as_ref()))]
+    NonFinite {
+        /// The first parameter, by name, whose averaged gradient is infinite or NaN.
+        parameter: String,
+        /// Number of steps skipped in a row.
+        skips: usize,
+        /// The loss scale of the last one.
+        scale: f32,
+        /// The error of the loss scale, if it has fallen to its minimum.
+        #[source]
+        floor: Option<amp::Error>,
+    },
+    /// A batch failed on a rank, and its step was dropped on all ranks.
+    #[error("rank {rank} failed: {reason}; the step was dropped on all ranks")]
+    RankFailed {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        reason: String,
+    },
     /// A checkpoint cannot be written, or belongs to another program.
     #[error("checkpoint {}: {reason}", path.display())]
     Checkpoint {
@@ -55,6 +77,18 @@ impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
+}
+
+fn non_finite(parameter: &str, skips: usize, scale: f32, floor: Option<&amp::Error>) -> String {
+    let limit = match floor {
+        Some(floor) => format!("; {floor}"),
+        None => {
+            "; check that the loss is finite, or see `Builder::max_consecutive_skips`".to_owned()
+        }
+    };
+    format!(
+        "skipped {skips} steps in a row: the gradient of `{parameter}` is not finite, at a loss scale of {scale}{limit}"
+    )
 }
 
 /// The error's text with advice after its first line; the other lines are a backtrace, or the

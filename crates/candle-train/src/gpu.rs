@@ -176,12 +176,10 @@ impl OnGpu {
 
     pub(crate) fn finish(&mut self) -> Result<()> {
         if let Some(buckets) = self.buckets.as_mut().filter(|_| self.sync) {
-            if self.find_unused {
-                // Parameters that had a gradient in earlier passes, and have none in this one.
-                let kept = self.kept.iter_mut().enumerate();
-                for (index, kept) in kept.filter_map(|(index, kept)| Some((index, kept.take()?))) {
-                    buckets.ready(index, &kept)?;
-                }
+            // Parameters that had a gradient in earlier passes, and have none in this one.
+            let kept = self.kept.iter_mut().enumerate();
+            for (index, kept) in kept.filter_map(|(index, kept)| Some((index, kept.take()?))) {
+                buckets.ready(index, &kept)?;
             }
             return Ok(buckets.finish()?);
         }

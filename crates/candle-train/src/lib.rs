@@ -52,12 +52,14 @@
 //! * Datasets, logs and validation are left to the program; `runner` has them. [`train_data`] has
 //!   loaders, for [`Trainer::batches_of`], and streams.
 
+mod age;
 mod averages;
 mod backward;
 mod batches;
 mod builder;
 mod data;
 mod error;
+mod exchange;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod process;
@@ -75,7 +77,7 @@ pub use data::tensor;
 pub use error::{Error, Result};
 pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
-    SgdHyper,
+    ScheduleFreeAdamWHyper, SgdHyper,
 };
 pub use train_data::{self, Accumulation, DefaultSampler};
 pub use trainer::Trainer;

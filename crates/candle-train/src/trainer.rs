@@ -2,27 +2,28 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::sync::PoisonError;
 
 use amp::LossScaler;
-use candle_core::{DType, Device, Tensor, TensorId};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarMap;
 use candle_ops::Context;
 use collective::{ProcessGroup, ReduceOp};
 use fused_optim::candle::VarOptimizer;
 use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
 use tracing::debug_span;
-use train_data::Accumulation;
+use train_data::{Accumulation, BatchRole};
 
+use crate::age::check_age;
 use crate::averages::{DataParallel, View};
-use crate::error::SAME_CALLS;
+use crate::exchange::OpenStep;
 use crate::variables::Variables;
 use crate::{Error, Result};
 
 /// Trains a model's variables, with all parts of a training loop. Built by [`Trainer::builder`].
 ///
-/// Every rank must call [`step`](Self::step), [`mean`](Self::mean), [`sum`](Self::sum),
+/// Every rank must call [`step`](Self::step) (or [`step_weighted`](Self::step_weighted)),
+/// [`mean`](Self::mean), [`sum`](Self::sum),
 /// [`save`](Self::save) and [`resume`](Self::resume) in the same order. On the CPU ranks compare
 /// these calls, and an error names those that differ; on GPUs, where a step does not wait for the
 /// other ranks' hosts, the error comes with the group's timeout.
@@ -40,8 +41,10 @@ pub struct Trainer {
     pub(crate) has_lowered: bool,
     pub(crate) clip: Option<Clip>,
     pub(crate) accumulation: Accumulation,
-    /// Batches since the last step.
+    /// Batches since the last step whose gradients wait for it.
     pub(crate) pending: usize,
+    /// The step of these batches.
+    pub(crate) open: OpenStep,
     /// The number of batches in the epoch and of those already trained, after a call of
     /// [`batches`](Self::batches).
     pub(crate) epoch: Option<(usize, usize)>,
@@ -50,6 +53,9 @@ pub struct Trainer {
     pub(crate) base_lrs: Vec<f64>,
     /// Number of applied steps.
     pub(crate) steps: u64,
+    /// Number of steps skipped in a row, and the number that is an error.
+    pub(crate) skips: usize,
+    pub(crate) max_consecutive_skips: usize,
     pub(crate) seed: u64,
 }
 
@@ -66,33 +72,132 @@ impl Trainer {
     /// are undone then. Variables must not be changed elsewhere between steps: those of `f16` and
     /// `bf16` have `f32` master weights.
     ///
+    /// A step is the mean of the losses of its batches and ranks, whatever the number of samples or
+    /// tokens of each; if they differ, use [`step_weighted`](Self::step_weighted).
+    ///
     /// # Errors
     ///
     /// Errors of `forward`; variables created after this trainer; a loss of several elements, or
-    /// one created before this call; autocast without an operator to cast; a variable without a
-    /// gradient, by name; a loss scale that has fallen to its minimum; a failure of another rank,
-    /// or another rank that calls another method.
+    /// one that depends on tensors computed before this call, such as an earlier batch's state
+    /// without `detach`, or on no trained variable; autocast without an operator to cast; a variable
+    /// without a gradient, by name; a learning rate that is refused; [`Error::NonFinite`] if too
+    /// many steps in a row were skipped, or the loss scale has fallen to its minimum; on several
+    /// ranks on the CPU [`Error::RankFailed`], another rank that calls another method, and
+    /// hyper-parameters that differ.
+    ///
+    /// After an error no variable has changed, and the statistics of norm layers are as before the
+    /// batch. It counts as one of the epoch's batches, but the gradients of its step so far are
+    /// dropped: the step's other batches make one of full strength. On several ranks an error of
+    /// one is an error on all, at the latest in the step's last batch. After a failure of the
+    /// process group, and on several GPUs after any error, all later calls fail.
     pub fn step(
         &mut self,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
         let _span = debug_span!(target: "candle_train", "step", rank = self.rank()).entered();
-        self.train(forward).map_err(|error| self.failed("step", error))
+        self.train("step", 1.0, forward).map_err(|error| self.failed("step", error))
     }
 
-    fn train(&mut self, forward: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
+    /// Like [`step`](Self::step), for a loss that is the mean of `count` tokens or samples: the step
+    /// is then the mean of all tokens of its batches and ranks. The count of a batch is that of the
+    /// labels that are not ignored.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Module, Tensor};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_ops::cross_entropy;
+    /// # use candle_train::{AdamWHyper, Trainer};
+    /// # let vars = VarMap::new();
+    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// # let net = candle_nn::linear(2, 4, vb)?;
+    /// # let mut train = Trainer::builder(&vars).accumulate(2).build(AdamWHyper::default())?;
+    /// // Two texts, of five tokens and of one.
+    /// for labels in [&[1_i64, 3, 2, 0, 1][..], &[2]] {
+    ///     let x = Tensor::ones((labels.len(), 2), DType::F32, &Device::Cpu)?;
+    ///     let y = Tensor::new(labels, &Device::Cpu)?;
+    ///     train.step_weighted(labels.len(), || cross_entropy(&net.forward(&x)?, &y))?;
+    /// }
+    /// # assert_eq!(train.steps(), 1);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// A batch of 0 tokens adds nothing, and its loss may be NaN: its rank takes part in the step
+    /// with the others. All batches of a step, on all ranks, must be trained by the same method. On
+    /// GPUs the ranks' hosts wait for each other in each step.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`step`](Self::step); counts that are all 0.
+    pub fn step_weighted(
+        &mut self,
+        count: usize,
+        forward: impl FnOnce() -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
+        let _span = debug_span!(target: "candle_train", "step", rank = self.rank()).entered();
+        let trained = self.train("step_weighted", count as f64, forward);
+        trained.map_err(|error| self.failed("step_weighted", error))
+    }
+
+    fn train(
+        &mut self,
+        call: &'static str,
+        count: f64,
+        forward: impl FnOnce() -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
+        self.begin_batch(call, count)?;
+        let role = self.next_batch();
+        let mut statistics = Vec::new();
+        let own = self.variables.copy_buffers(&mut statistics);
+        let own = own.and_then(|()| self.pass((call, count), role, forward));
+        let ended = self.end_batch(count, role, own);
+        let ended = ended.and_then(|(loss, applied)| {
+            self.restore_lost(&statistics, applied)?;
+            Ok(loss.detach())
+        });
+        if ended.is_err() {
+            // The batch's own error is returned.
+            let _ = self.variables.restore_buffers(&statistics);
+        }
+        ended
+    }
+
+    /// The role of the next batch, which counts as one of the epoch also if it fails. After an
+    /// epoch's last batch the same batches may be iterated again.
+    fn next_batch(&mut self) -> BatchRole {
+        let role = self.accumulation.next_batch();
+        if let Some((len, seen)) = &mut self.epoch {
+            *seen += 1;
+            if seen == len {
+                *seen = 0;
+                self.accumulation.initialize_count_status(0, *len);
+            }
+        }
+        role
+    }
+
+    /// Runs the forward and the backward pass of a batch, up to the end of the averaging.
+    fn pass(
+        &mut self,
+        (call, count): (&'static str, f64),
+        role: BatchRole,
+        forward: impl FnOnce() -> candle_core::Result<Tensor>,
+    ) -> Result<Tensor> {
+        if self.averages.is_unfinished() {
+            // A batch has panicked.
+            self.drop_gradients();
+        }
+        self.averages.prepare(role.steps)?;
         self.check_map()?;
-        let buffers = self.begin_batch()?;
+        let refused = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
+        if self.open.call != Some(call) {
+            return refused("`step` and `step_weighted` were called for batches of one step");
+        }
         let begin = Tensor::zeros((), DType::U8, &Device::Cpu)?;
         let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
         let span = debug_span!(target: "candle_train", "forward");
         let ((loss, tape), lowered) = span.in_scope(|| self.context.enter(forward));
         let loss = loss?;
-        if age(loss.id()) < age(begin.id()) {
-            let text = "the loss was made before `step`, without its autocast, dropout and averages: run the forward \
-                        pass within the closure";
-            return Err(Error::InvalidArgument(text.to_owned()));
-        }
+        check_age(&loss, &tape, &begin)?;
         if loss.elem_count() != 1 {
             let shape = loss.dims();
             let text =
@@ -101,43 +206,87 @@ impl Trainer {
         }
         self.has_lowered |= lowered > 0;
         if !self.has_lowered {
-            let text = "autocast is enabled, but no operator ran in half precision: candle-nn's own layers do not support \
-                        autocast; use those of `candle_ops`";
-            return Err(Error::InvalidArgument(text.to_owned()));
+            return refused(
+                "autocast is enabled, but no operator ran in half precision: candle-nn's own layers do not support \
+                 autocast; use those of `candle_ops`",
+            );
         }
-        let role = self.accumulation.next_batch();
-        let factor = f64::from(self.scaler.scale()) / role.divisor;
+        if count == 0.0 {
+            // The loss may be NaN, and so would be its gradients times 0.
+            return Ok(loss);
+        }
+        let factor = f64::from(self.scaler.scale()) / role.divisor * (count / self.open.unit);
         let gradient =
             Tensor::full(factor as f32, loss.shape(), loss.device())?.to_dtype(loss.dtype())?;
         let averages = &mut self.averages;
-        let backward = || averages.backward((tape, &loss), gradient, role.steps);
+        let backward = || averages.pass((tape, &loss), gradient);
         let span = debug_span!(target: "candle_train", "backward");
-        if let Err(error) = span.in_scope(|| self.context.enter(backward)) {
-            // Gradients of this batch are incomplete. The epoch continues with the next batch.
-            let epoch = self.epoch;
-            self.zero_grad();
-            self.epoch = epoch;
-            self.count_batch();
-            if let Some((len, seen)) = self.epoch {
-                self.accumulation.initialize_count_status(seen, len);
-            }
-            return Err(error);
-        }
-        self.pending += 1;
-        self.count_batch();
-        let applied = role.steps.then(|| self.update()).transpose()?;
-        self.end_batch(buffers, applied)?;
-        Ok(loss.detach())
+        span.in_scope(|| self.context.enter(backward))?;
+        Ok(loss)
     }
 
-    /// Counts a batch of the epoch. After the last one the same batches may be iterated again.
-    fn count_batch(&mut self) {
-        let Some((len, seen)) = &mut self.epoch else { return };
-        *seen += 1;
-        if seen == len {
-            *seen = 0;
-            self.accumulation.initialize_count_status(0, *len);
+    /// Ends a batch, and runs the optimizer step if it is due. After an error the gradients of the
+    /// step so far are dropped; its other batches make a step of full strength.
+    fn end_batch(
+        &mut self,
+        count: f64,
+        role: BatchRole,
+        own: Result<Tensor>,
+    ) -> Result<(Tensor, Option<Applied>)> {
+        // A schedule may return a rate that is refused, on this rank alone.
+        let own = own.and_then(|loss| match role.steps {
+            true => self.schedule_rates().map(|()| loss),
+            false => Ok(loss),
+        });
+        match &own {
+            Ok(_) => {
+                self.pending += 1;
+                self.open.count += count;
+            }
+            Err(error) if self.world_size() > 1 => {
+                let text = error.to_string();
+                let reason = text.lines().next().unwrap_or_default();
+                if !self.device.is_cpu() {
+                    self.group().abort(reason);
+                }
+                self.open.failed.get_or_insert_with(|| reason.to_owned());
+            }
+            Err(_) => {}
         }
+        let has_gradients = own.is_ok() && count > 0.0;
+        let ended = self.end_pass(role, own.is_ok(), has_gradients);
+        if role.steps {
+            self.drop_gradients();
+            self.open = OpenStep::default();
+        } else if own.is_err() || ended.is_err() {
+            self.drop_gradients();
+        }
+        own.and_then(|loss| Ok((loss, ended?)))
+    }
+
+    fn end_pass(
+        &mut self,
+        role: BatchRole,
+        is_ok: bool,
+        has_gradients: bool,
+    ) -> Result<Option<Applied>> {
+        if role.steps && !has_gradients {
+            // The other ranks wait for this one's gradients.
+            self.averages.fill()?;
+        }
+        self.averages.finish()?;
+        if !role.steps || (!is_ok && self.world_size() == 1) {
+            return Ok(None);
+        }
+        let total = self.agree()?;
+        self.update(role.divisor, total).map(Some)
+    }
+
+    /// Drops the gradients of the batches since the last step.
+    fn drop_gradients(&mut self) {
+        self.averages.zero_grad();
+        self.pending = 0;
+        self.open.count = 0.0;
     }
 
     /// Returns an error for variables created after this trainer: they would be neither trained nor
@@ -155,98 +304,109 @@ impl Trainer {
         Err(Error::InvalidArgument(text))
     }
 
-    /// Compares the ranks' calls, and fails on all ranks if they differ.
-    pub(crate) fn announce(&self, call: &str) -> Result<()> {
-        if self.world_size() == 1 {
-            return Ok(());
-        }
-        let own = CALLS.iter().position(|name| *name == call).expect("a name of `CALLS`");
-        let mut all = vec![0_u64; self.world_size()];
-        self.group().all_gather(&mut all, &[own as u64])?;
-        if all.iter().all(|other| *other == all[0]) {
-            return Ok(());
-        }
-        let name = |call: &u64| usize::try_from(*call).ok().and_then(|call| CALLS.get(call));
-        let called =
-            |(rank, call)| format!("rank {rank}: `Trainer::{}`", name(call).unwrap_or(&"?"));
-        let called: Vec<_> = all.iter().enumerate().map(called).collect();
-        let text = format!("ranks called different methods: {}; {SAME_CALLS}", called.join(", "));
-        Err(Error::InvalidArgument(text))
-    }
-
     /// An error of one of the methods that all ranks call, with advice.
     pub(crate) fn failed(&self, call: &'static str, error: Error) -> Error {
         error.of_call(call, self.rank(), self.variables.params.len())
     }
 
-    /// Broadcasts rank 0's statistics of norm layers, once per step, and returns copies in mixed
-    /// precision.
-    fn begin_batch(&self) -> Result<Vec<Tensor>> {
-        if self.pending == 0 {
-            if self.device.is_cpu() {
-                self.announce("step")?;
-            }
-            self.variables.broadcast_buffers(self.averages.group())?;
-        }
+    /// In mixed precision, restores the statistics after a batch whose step was skipped, and those
+    /// of an earlier batch of the step that are not finite.
+    fn restore_lost(&self, copies: &[Tensor], applied: Option<Applied>) -> Result<()> {
         if !self.is_mixed {
-            return Ok(Vec::new());
+            return Ok(());
         }
-        let copies = self.variables.buffers.iter().map(|(_, var)| var.copy());
-        Ok(copies.collect::<candle_core::Result<_>>()?)
-    }
-
-    /// Restores the statistics after a batch whose step was skipped, and those of an earlier batch
-    /// of the step that are not finite.
-    fn end_batch(&self, copies: Vec<Tensor>, applied: Option<Applied>) -> Result<()> {
         for ((_, var), copy) in self.variables.buffers.iter().zip(copies) {
             let is_lost = match applied {
                 Some(applied) => applied == Applied::SkippedNonFinite,
                 None => !is_finite(var)?,
             };
             if is_lost {
-                var.set(&copy)?;
+                var.set(copy)?;
             }
         }
         Ok(())
     }
 
-    /// Runs the optimizer step on the averages.
-    fn update(&mut self) -> Result<Applied> {
-        let _span = debug_span!(target: "candle_train", "optimizer").entered();
-        let factor = self.schedule.as_ref().map_or(1.0, |schedule| schedule(self.steps));
-        if self.schedule.is_some() {
-            for (group, base) in self.base_lrs.iter().enumerate() {
-                self.optimizer.set_hyper_param(group, HyperParam::Lr, base * factor)?;
-            }
+    /// Sets the learning rates of the next step by the schedule.
+    fn schedule_rates(&mut self) -> Result<()> {
+        let Some(schedule) = &self.schedule else { return Ok(()) };
+        let factor = schedule(self.steps);
+        for (group, base) in self.base_lrs.iter().enumerate() {
+            self.optimizer.set_hyper_param(group, HyperParam::Lr, base * factor)?;
         }
+        Ok(())
+    }
+
+    /// Runs the optimizer step on the averages of gradients that were divided by `divisor`, and of
+    /// counts with this sum over batches and ranks.
+    fn update(&mut self, divisor: f64, total: f64) -> Result<Applied> {
+        let _span = debug_span!(target: "candle_train", "optimizer").entered();
         let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
-        let ctl = StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip };
+        // 1, if all batches have the same count.
+        let factor = divisor * self.world_size() as f64 * self.open.unit / total;
+        let grad_scale = (f64::from(self.scaler.inv_scale()) * factor) as f32;
+        let ctl = StepCtl { grad_scale, found_inf, clip: self.clip };
         let optimizer = &mut self.optimizer;
         let applied = self.averages.with(|gradients| match gradients {
             View::Host(slices) => Ok(optimizer.step_slices(slices, &ctl)?),
             #[cfg(feature = "cuda")]
             View::Device(gradients) => gradients.step(optimizer, &ctl),
         })?;
-        self.averages.zero_grad();
-        self.pending = 0;
-        self.steps += u64::from(applied == Applied::Applied);
-        self.scaler.update(applied == Applied::SkippedNonFinite)?;
+        let is_skipped = applied == Applied::SkippedNonFinite;
+        self.steps += u64::from(!is_skipped);
+        self.skips = if is_skipped { self.skips + 1 } else { 0 };
+        let scale = self.scaler.scale();
+        let floor = self.scaler.update(is_skipped).err();
+        if floor.is_some() || self.skips >= self.max_consecutive_skips {
+            return Err(Error::NonFinite {
+                parameter: self.first_non_finite(grad_scale)?,
+                skips: self.skips,
+                scale,
+                floor,
+            });
+        }
         Ok(applied)
+    }
+
+    /// The name of the first parameter with an average that is not finite.
+    fn first_non_finite(&self, grad_scale: f32) -> Result<String> {
+        for (index, (name, _)) in self.variables.params.iter().enumerate() {
+            if let Some(gradient) = self.averages.gradient(index)? {
+                // Unscaled, as the step checks it: that can overflow, too.
+                let unscaled = gradient.to_dtype(DType::F32)?.affine(grad_scale.into(), 0.0)?;
+                if !is_finite(&unscaled)? {
+                    return Ok(name.clone());
+                }
+            }
+        }
+        Ok("?".to_owned())
     }
 
     /// Runs a forward pass for evaluation: without dropout, under the same autocast, so results may
     /// be in half precision. Norm layers are switched to evaluation by their own flag
-    /// (`forward_t(x, false)`).
+    /// (`forward_t(x, false)`). If the optimizer has [other weights for
+    /// evaluation](Optimizer::has_eval_weights) than those that it trains, as
+    /// [`ScheduleFreeAdamW`](fused_optim::ScheduleFreeAdamW) has, the variables have them meanwhile.
+    ///
+    /// # Panics
+    ///
+    /// If another thread is updating the variables then.
     pub fn evaluate<R>(&mut self, forward: impl FnOnce() -> R) -> R {
-        self.context.evaluate(forward)
+        let context = &mut self.context;
+        let evaluated = self.optimizer.with_eval_weights(|| context.evaluate(forward));
+        evaluated.expect("the variables are this trainer's")
     }
 
-    /// Drops the gradients of the batches since the last step.
+    /// Drops the gradients of the batches since the last step. Within an epoch of
+    /// [`batches`](Self::batches) the step's other batches make one of full strength, so that the
+    /// epoch's last batch still ends in a step; otherwise the next batch is the first of a step.
+    /// Every rank must call it.
     pub fn zero_grad(&mut self) {
-        self.averages.zero_grad();
-        self.accumulation = Accumulation::new(self.accumulation.counts());
-        self.pending = 0;
-        self.epoch = None;
+        self.drop_gradients();
+        self.open = OpenStep::default();
+        if self.epoch.is_none() {
+            self.accumulation = Accumulation::new(self.accumulation.counts());
+        }
     }
 
     /// The mean over the ranks of one number per rank, such as a loss. Waits for the device. Every
@@ -373,27 +533,6 @@ impl Trainer {
     pub fn optimizer(&mut self) -> &mut VarOptimizer<Box<dyn Optimizer>> {
         &mut self.optimizer
     }
-}
-
-/// Methods that all ranks call together.
-const CALLS: [&str; 5] = ["step", "mean", "sum", "save", "resume"];
-
-/// A number that is larger for tensors created later: candle counts them.
-fn age(id: TensorId) -> usize {
-    #[derive(Default)]
-    struct Count(usize);
-    impl Hasher for Count {
-        fn write(&mut self, _: &[u8]) {}
-        fn write_usize(&mut self, count: usize) {
-            self.0 = count;
-        }
-        fn finish(&self) -> u64 {
-            0
-        }
-    }
-    let mut count = Count::default();
-    id.hash(&mut count);
-    count.0
 }
 
 fn is_finite(var: &Tensor) -> Result<bool> {

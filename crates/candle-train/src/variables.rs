@@ -3,6 +3,7 @@
 //! Invariant: both lists are sorted by name, the same order on every rank, unlike the order of a
 //! `VarMap`.
 
+use std::collections::HashSet;
 use std::sync::PoisonError;
 
 use candle_core::{DType, Tensor, Var, WithDType};
@@ -20,7 +21,8 @@ pub(crate) struct Variables {
     pub(crate) params: Vec<(String, Var)>,
     /// Statistics of norm layers, which are changed by forward passes.
     pub(crate) buffers: Vec<(String, Var)>,
-    /// Other variables, which are saved and broadcast, but never changed.
+    /// Other variables, which are saved and broadcast, but never changed; and further names of
+    /// trained ones.
     pub(crate) constants: Vec<(String, Var)>,
 }
 
@@ -39,12 +41,14 @@ impl Variables {
             return Err(Error::InvalidArgument(text));
         }
         let mut variables = Self { params: Vec::new(), buffers: Vec::new(), constants: Vec::new() };
+        // A variable with two names is trained, broadcast and averaged by the first of them.
+        let mut known = HashSet::new();
         for (name, var) in all {
             let has_adapter = adapter_of(&name).is_some_and(|adapter| map.contains_key(&adapter));
             let is_constant = has_adapter || is_frozen(&name, frozen) || !var.dtype().is_float();
             let list = match () {
                 () if is_buffer(&name) => &mut variables.buffers,
-                () if is_constant => &mut variables.constants,
+                () if is_constant || !known.insert(var.id()) => &mut variables.constants,
                 () => &mut variables.params,
             };
             list.push((name, var));
@@ -71,6 +75,20 @@ impl Variables {
         let mut by_type = self.buffers.chunk_by(|(_, a), (_, b)| a.dtype() == b.dtype());
         by_type.try_for_each(|alike| broadcast(alike, group))
     }
+
+    /// Appends copies of the statistics of norm layers.
+    pub(crate) fn copy_buffers(&self, copies: &mut Vec<Tensor>) -> Result<()> {
+        for (_, var) in &self.buffers {
+            copies.push(var.as_detached_tensor().copy()?);
+        }
+        Ok(())
+    }
+
+    /// Restores copies of [`copy_buffers`](Self::copy_buffers).
+    pub(crate) fn restore_buffers(&self, copies: &[Tensor]) -> Result<()> {
+        let mut buffers = self.buffers.iter().zip(copies);
+        Ok(buffers.try_for_each(|((_, var), copy)| var.set(copy))?)
+    }
 }
 
 /// Broadcasts the values of rank 0 of these variables, which have the same type, by one call.
@@ -84,6 +102,8 @@ fn broadcast(vars: &[(String, Var)], group: &ProcessGroup) -> Result<()> {
         DType::F16 => of_type::<f16>(vars, group),
         DType::BF16 => of_type::<bf16>(vars, group),
         DType::I64 => of_type::<i64>(vars, group),
+        DType::I32 => of_type::<i32>(vars, group),
+        DType::I16 => of_type::<i16>(vars, group),
         DType::U32 => of_type::<u32>(vars, group),
         DType::U8 => of_type::<u8>(vars, group),
         other => Err(Error::InvalidArgument(format!("`{name}` is of {other:?}"))),

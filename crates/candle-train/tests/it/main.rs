@@ -8,8 +8,10 @@ mod collector;
 mod errors;
 mod examples;
 mod order;
+mod recovery;
 mod resume;
 mod trace;
+mod weighted;
 
 use std::time::Duration;
 

@@ -279,6 +279,15 @@ impl Tape {
         Some(Stretch { end: input.clone(), nodes, is_source, reshaped })
     }
 
+    /// The results of candle's own operators on which `loss`, or an operator of the tape, depends,
+    /// and results of other tapes. One that is older than the forward pass was carried over from
+    /// before it: its gradient would be that of variables as they were then.
+    pub fn graph_nodes(&self, loss: &Tensor) -> HashSet<TensorId> {
+        let is_leaf = |node: &Tensor| node.is_variable() || self.made.contains_key(&node.id());
+        let own = loss.sorted_nodes().into_iter().filter(|node| !is_leaf(node)).map(Tensor::id);
+        self.nodes.iter().copied().chain(own).collect()
+    }
+
     /// Computes the gradients of all [`Var`]s and tensors of [`Sources`] that `loss` depends on. If
     /// `loss` has several elements, the gradients are those of their sum. A loss that depends on no
     /// variable has no gradients, without an error.

@@ -1,0 +1,154 @@
+//! Exchanges between the ranks of a step: what they compare before its first batch and after its
+//! last one.
+//!
+//! On the CPU an error of one rank is an error on all, with the rank and the reason. On GPUs, where
+//! a step does not wait for the other ranks' hosts, it aborts the group.
+//!
+//! Invariant: either all ranks update the variables, with the same factor and hyper-parameters, or
+//! none does.
+
+use collective::object::all_gather_object;
+use fused_optim::{HyperParam, Optimizer};
+
+use crate::error::SAME_CALLS;
+use crate::{Error, Result, Trainer};
+
+/// Methods that all ranks call together.
+const CALLS: [&str; 6] = ["step", "step_weighted", "mean", "sum", "save", "resume"];
+
+/// A step of which batches have been trained.
+#[derive(Debug, Default)]
+pub(crate) struct OpenStep {
+    /// The method that trains its batches; `None` before the first one.
+    pub(crate) call: Option<&'static str>,
+    /// The mean over the ranks of the first batch's count, which gradients are relative to; 0 while
+    /// no rank has counted anything.
+    pub(crate) unit: f64,
+    /// The sum of this rank's counts.
+    pub(crate) count: f64,
+    /// The first error of a batch on this rank, to be told to the others.
+    pub(crate) failed: Option<String>,
+}
+
+impl Trainer {
+    /// Begins a batch of this count: before the first of a step ranks compare their calls, agree on
+    /// the unit of counts, and get rank 0's statistics of norm layers.
+    pub(crate) fn begin_batch(&mut self, call: &'static str, count: f64) -> Result<()> {
+        let is_first = self.open.call.is_none();
+        if is_first || self.open.unit == 0.0 {
+            self.open.unit = if self.world_size() > 1 && self.compares(call) {
+                let counts = self.compare_calls(call, count.to_bits())?;
+                let sum: f64 = counts.into_iter().map(f64::from_bits).sum();
+                sum / self.world_size() as f64
+            } else {
+                count
+            };
+        }
+        if is_first {
+            self.variables.broadcast_buffers(self.averages.group())?;
+            self.open.call = Some(call);
+        }
+        Ok(())
+    }
+
+    /// Whether hosts wait for each other in a step.
+    fn compares(&self, call: &str) -> bool {
+        self.device.is_cpu() || call == "step_weighted"
+    }
+
+    /// Compares the ranks' calls, and fails on all ranks if they differ.
+    pub(crate) fn announce(&self, call: &str) -> Result<()> {
+        match self.world_size() {
+            1 => Ok(()),
+            _ => self.compare_calls(call, 0).map(drop),
+        }
+    }
+
+    /// Compares the ranks' calls, and returns the number that each rank gave.
+    fn compare_calls(&self, call: &str, own: u64) -> Result<Vec<u64>> {
+        let index = CALLS.iter().position(|name| *name == call).expect("a name of `CALLS`");
+        let mut all = vec![0_u64; 2 * self.world_size()];
+        self.group().all_gather(&mut all, &[index as u64, own])?;
+        let calls = || all.chunks_exact(2).map(|of| of[0]);
+        if calls().all(|call| call == index as u64) {
+            return Ok(all.chunks_exact(2).map(|of| of[1]).collect());
+        }
+        let name = |call: u64| usize::try_from(call).ok().and_then(|call| CALLS.get(call));
+        let called =
+            |(rank, call)| format!("rank {rank}: `Trainer::{}`", name(call).unwrap_or(&"?"));
+        let called: Vec<_> = calls().enumerate().map(called).collect();
+        let text = format!("ranks called different methods: {}; {SAME_CALLS}", called.join(", "));
+        Err(Error::InvalidArgument(text))
+    }
+
+    /// Ends the batches of a step: returns the sum of the counts over ranks and batches, or an
+    /// error on all ranks if a batch failed on one of them, or if their hyper-parameters differ.
+    pub(crate) fn agree(&self) -> Result<f64> {
+        let call = self.open.call.unwrap_or("step");
+        let ranks = self.world_size();
+        let total = match (ranks, self.compares(call)) {
+            (1, _) => self.open.count,
+            (_, false) => self.open.count * ranks as f64,
+            _ => self.exchange_outcomes()?,
+        };
+        if total > 0.0 {
+            return Ok(total);
+        }
+        let text =
+            "the counts of all ranks and batches of the step are 0: there is nothing to average";
+        Err(Error::InvalidArgument(text.to_owned()))
+    }
+
+    fn exchange_outcomes(&self) -> Result<f64> {
+        let own = self.hyper_params()?;
+        let status = [u64::from(self.open.failed.is_some()), self.open.count.to_bits(), hash(&own)];
+        let mut all = vec![0_u64; 3 * self.world_size()];
+        self.group().all_gather(&mut all, &status)?;
+        let ranks = || all.chunks_exact(3);
+        if ranks().any(|of| of[0] != 0) {
+            let reasons = all_gather_object(self.group(), &self.open.failed)?;
+            let first =
+                reasons.into_iter().enumerate().find_map(|(rank, text)| Some((rank, text?)));
+            let (rank, reason) = first.unwrap_or_default();
+            return Err(Error::RankFailed { rank, reason });
+        }
+        if let Some(rank) = ranks().position(|of| of[2] != all[2]) {
+            let own: Vec<_> = own.iter().map(describe).collect();
+            let all = all_gather_object(self.group(), &own)?;
+            let differs = all[0].iter().zip(&all[rank]).find(|(first, other)| first != other);
+            let (first, other) = differs.unzip();
+            let text = |text: Option<&String>| text.map_or("others", String::as_str).to_owned();
+            return Err(Error::InvalidArgument(format!(
+                "ranks differ in hyper-parameters of this step: rank 0 has {}; rank {rank} {}; give all ranks the same \
+                 schedule, and set hyper-parameters on all ranks alike",
+                text(first),
+                text(other)
+            )));
+        }
+        Ok(ranks().map(|of| f64::from_bits(of[1])).sum())
+    }
+
+    /// The optimizer's hyper-parameters that can be set between steps, by group.
+    fn hyper_params(&self) -> Result<Vec<(usize, HyperParam, f64)>> {
+        let optimizer = self.optimizer.optimizer();
+        let mut all = Vec::new();
+        for group in 0..optimizer.group_count() {
+            for param in [HyperParam::Lr, HyperParam::Momentum, HyperParam::WeightDecay] {
+                let value = optimizer.hyper_param(group, param)?;
+                all.extend(value.map(|value| (group, param, value)));
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// FNV-1a of the values.
+fn hash(params: &[(usize, HyperParam, f64)]) -> u64 {
+    let bytes = params.iter().flat_map(|(.., value)| value.to_bits().to_le_bytes());
+    let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    bytes.fold(0xcbf2_9ce4_8422_2325, step)
+}
+
+fn describe((group, param, value): &(usize, HyperParam, f64)) -> String {
+    format!("{param} {value:?} of group {group}")
+}

@@ -34,8 +34,10 @@ pub struct LoraOptions {
 struct Building {
     options: LoraOptions,
     found: Vec<bool>,
-    /// Whether the tensors requested now belong to an adapted layer itself.
-    frozen: bool,
+    /// Names of the fully connected layers built so far.
+    layers: Vec<String>,
+    /// Name of the adapted layer whose own tensors are requested now.
+    adapted: Option<String>,
 }
 
 thread_local! {
@@ -64,23 +66,62 @@ pub fn lora<R>(options: &LoraOptions, build: impl FnOnce() -> Result<R>) -> Resu
         bail!("lora: a model with adapters is under construction already");
     }
     let found = vec![false; options.targets.len()];
-    BUILDING.set(Some(Building { options: options.clone(), found, frozen: false }));
+    let (layers, adapted) = (Vec::new(), None);
+    BUILDING.set(Some(Building { options: options.clone(), found, layers, adapted }));
     let reset = Reset;
     let model = build()?;
     let building = BUILDING.take();
     drop(reset);
-    let found = building.map_or_else(Vec::new, |building| building.found);
+    let Some(Building { found, layers, .. }) = building else { return Ok(model) };
     match options.targets.iter().zip(found).find(|(_, found)| !found) {
-        Some((target, _)) => bail!("lora: `{target}` fits no fully connected layer of the model"),
+        Some((target, _)) => bail!(
+            "lora: `{target}` fits no fully connected layer of the model, which has {}",
+            listed(&layers)
+        ),
         None => Ok(model),
     }
 }
 
-/// Whether the builder is being asked for the weight or bias of a layer with an adapter, which has
-/// no gradient.
+/// Lists the names of layers in which numbers are written as `*`, each once: at most
+/// [`LISTED`] of them.
+fn listed(layers: &[String]) -> String {
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+    let mut names: Vec<String> = Vec::new();
+    for layer in layers {
+        let parts = layer.split('.').map(|part| if is_number(part) { "*" } else { part });
+        // A last number is the name of a layer of its own.
+        let name = match layer.rsplit_once('.') {
+            Some((_, last)) if is_number(last) => layer.clone(),
+            _ => parts.collect::<Vec<_>>().join("."),
+        };
+        let name = format!("`{name}`");
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    match names.len() {
+        0 => "none (`candle_ops::nn::Linear` is one; other crates' layers get no adapters)".into(),
+        count if count > LISTED => {
+            format!("{} and {} more", names[..LISTED].join(", "), count - LISTED)
+        }
+        _ => names.join(", "),
+    }
+}
+
+/// Maximum number of names in an error.
+const LISTED: usize = 16;
+
+/// Whether the builder is being asked for the weight or bias of a layer with an adapter, to which
+/// that layer gives no gradient.
 #[must_use]
 pub fn builds_frozen() -> bool {
-    BUILDING.with_borrow(|building| building.as_ref().is_some_and(|building| building.frozen))
+    adapted_layer().is_some()
+}
+
+/// The name of the layer with an adapter whose weight or bias the builder is being asked for.
+#[must_use]
+pub fn adapted_layer() -> Option<String> {
+    BUILDING.with_borrow(|building| building.as_ref()?.adapted.clone())
 }
 
 /// Whether a tensor with this name belongs to an adapter.
@@ -160,15 +201,16 @@ pub(super) fn build<R>(
 ) -> Result<(R, Option<Adapter>)> {
     let name = vb.prefix();
     let options = BUILDING.with_borrow_mut(|building| {
-        let Building { options, found, frozen } = building.as_mut()?;
+        let Building { options, found, layers, adapted } = building.as_mut()?;
+        layers.push(name.clone());
         let targets = options.targets.iter().zip(found);
         let fitting = targets.filter(|(target, _)| fits(&name, target));
-        *frozen = fitting.map(|(_, found)| *found = true).count() > 0;
-        frozen.then(|| options.clone())
+        *adapted = (fitting.map(|(_, found)| *found = true).count() > 0).then_some(name);
+        adapted.is_some().then(|| options.clone())
     });
     let own = own();
     BUILDING.with_borrow_mut(|building| {
-        building.iter_mut().for_each(|building| building.frozen = false);
+        building.iter_mut().for_each(|building| building.adapted = None);
     });
     let own = own?;
     let Some(LoraOptions { rank, alpha, dropout, .. }) = options else { return Ok((own, None)) };
@@ -278,9 +320,24 @@ mod tests {
             lora(options, || linear(5, 4, vb.pp("a.query"))).unwrap_err().to_string()
         };
         let said = build(&options(&["*.query", "*.value"]));
-        assert!(said.contains("`*.value` fits no fully connected layer"), "{said}");
+        assert!(
+            said.starts_with(
+                "lora: `*.value` fits no fully connected layer of the model, which has `a.query`"
+            ),
+            "{said}"
+        );
         assert!(build(&LoraOptions { rank: 0, ..options(&["*"]) }).contains("rank"));
         assert!(BUILDING.with_borrow(Option::is_none));
+    }
+
+    #[test]
+    fn layers_are_listed_once_without_their_numbers() {
+        let names = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect::<Vec<_>>();
+        let layers = names(&["h.0.query", "h.0.up", "h.1.query", "h.1.up", "layers.0", "layers.1"]);
+        assert_eq!(listed(&layers), "`h.*.query`, `h.*.up`, `layers.0`, `layers.1`");
+        let many: Vec<_> = (0..20).map(|at| format!("layer{at}")).collect();
+        assert!(listed(&many).ends_with("`layer15` and 4 more"), "{}", listed(&many));
+        assert!(listed(&[]).starts_with("none"));
     }
 
     #[test]

@@ -39,6 +39,8 @@ mod seed_docs;
 #[cfg(feature = "candle")]
 mod tensorboard;
 #[cfg(feature = "candle")]
+mod tied;
+#[cfg(feature = "candle")]
 mod torch_numerics;
 #[cfg(feature = "candle")]
 mod trace;

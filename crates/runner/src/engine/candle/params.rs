@@ -22,7 +22,7 @@ use fused_optim::candle::slice;
 use parking_lot::Mutex;
 
 use super::on_device::OnDevice;
-use super::ops::nn::lora::{builds_frozen, fits, is_frozen};
+use super::ops::nn::lora::{adapted_layer, fits, is_frozen};
 use super::ops::{Sources, Tape};
 use super::{init, optim_dtype};
 use crate::engine::{SharedSink, TensorSpec};
@@ -68,8 +68,33 @@ struct Registry {
     params: Tensors,
     buffers: Tensors,
     frozen: Tensors,
+    /// For each served tensor, the layer with an adapter that requested it, if it was one.
+    adapted: HashMap<String, Option<String>>,
     /// Set when the model is built.
     closed: bool,
+}
+
+impl Registry {
+    /// Records the layer that requests a tensor. Returns an error if a layer with an adapter
+    /// shares it with a layer without: the base would be trained, and merging the adapter would
+    /// change the other layer.
+    fn check_shared(&mut self, name: &str) -> candle_core::Result<()> {
+        let (is, layer) = (adapted_layer(), name.rsplit_once('.').map_or(name, |(layer, _)| layer));
+        let Some(was) = self.adapted.insert(name.to_owned(), is.clone()) else { return Ok(()) };
+        if was == is {
+            return Ok(());
+        }
+        let other = match (&was, &is) {
+            (Some(_), Some(other)) => format!("layer `{other}`, which has another adapter,"),
+            _ => format!("a layer without adapter called `{layer}` (an embedding, say)"),
+        };
+        let adapted = was.or(is).unwrap_or_default();
+        bail!(
+            "lora: layer `{adapted}` gets an adapter, but {other} has the same weight `{name}` (tied): merged into \
+             it, the adapter would change both; leave `{adapted}` out of lora.targets, or build the two layers from \
+             weights of their own"
+        )
+    }
 }
 
 /// A model with the parameters, buffers and frozen parameters served to it, in the order of first
@@ -140,6 +165,7 @@ impl SimpleBackend for Backend {
         // In a model in f64, parameters that layers request in f32 (to avoid half types) are f64,
         // too.
         let dtype = if self.is_f64 && !is_buffer(name) { DType::F64 } else { dtype };
+        registry.check_shared(name)?;
         if let Some(tensor) = registry.served.get(name) {
             if *tensor.shape() != shape || tensor.dtype() != dtype {
                 let (have, had) = (tensor.shape(), tensor.dtype());
@@ -169,7 +195,7 @@ impl SimpleBackend for Backend {
             let tensor = Var::from_tensor(&values)?.into_inner();
             registry.buffers.add(spec, tensor.clone());
             tensor
-        } else if builds_frozen() || is_frozen(name, &self.frozen) {
+        } else if adapted_layer().is_some() || is_frozen(name, &self.frozen) {
             // A frozen parameter is not a variable: neither candle's graph nor a tape records it.
             let tensor = Tensor::from_vec(values, &shape, &Device::Cpu)?.to_dtype(dtype)?;
             let tensor = tensor.to_device(device)?;
@@ -191,7 +217,9 @@ impl SimpleBackend for Backend {
         dtype: DType,
         _device: &Device,
     ) -> candle_core::Result<Tensor> {
-        match self.registry.lock().served.get(name) {
+        let mut registry = self.registry.lock();
+        registry.check_shared(name)?;
+        match registry.served.get(name) {
             Some(tensor) if tensor.dtype() == dtype => Ok(tensor.clone()),
             Some(tensor) => bail!("`{name}` has type {:?}, not {dtype:?}", tensor.dtype()),
             None => bail!("`{name}` does not exist, and no shape was given"),

@@ -5,8 +5,9 @@
 //! tensors to the file's, and its [`Report`] lists the names of missing, unexpected and mismatched
 //! tensors. This module depends on names, shapes and bytes only, not on a run or an engine.
 
-use std::collections::{BTreeSet, HashMap};
-use std::fmt;
+mod report;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
@@ -14,6 +15,8 @@ use std::path::Path;
 use regex::Regex;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
+
+pub(crate) use self::report::Report;
 
 /// Result whose error text does not include the file's name.
 type Result<T, E = String> = std::result::Result<T, E>;
@@ -73,6 +76,10 @@ fn rust_replacement(python: &str) -> String {
 pub(crate) struct Weights {
     buffers: Vec<Vec<u8>>,
     tensors: Vec<Saved>,
+    /// Names of the files, for errors.
+    files: Vec<String>,
+    /// Types of tensors that were left out, such as `int8`.
+    unread: Vec<&'static str>,
 }
 
 /// One tensor of a file.
@@ -83,6 +90,12 @@ struct Saved {
     dtype: Dtype,
     buffer: usize,
     range: Range<usize>,
+    /// Index of its file.
+    file: usize,
+    /// Whether it was `f64`, of which `dtype` is the conversion.
+    was_f64: bool,
+    /// Why its elements cannot be used, if so; they are absent then.
+    problem: Option<String>,
 }
 
 impl Weights {
@@ -92,10 +105,8 @@ impl Weights {
     pub(crate) fn read(path: &Path, revise: &ReviseKeys) -> Result<Self> {
         let mut weights = Self::default();
         match kind(path) {
-            Some(Kind::Safetensors) => weights.add_safetensors(path)?,
             Some(Kind::Index) => weights.add_index(path)?,
-            Some(Kind::PyTorch) => weights.add_pytorch(path)?,
-            None => return Err(format!("unknown format: supported are {FORMATS}")),
+            _ => weights.add_file(path)?,
         }
         if weights.tensors.is_empty() {
             return Err(
@@ -103,17 +114,35 @@ impl Weights {
                     .to_owned(),
             );
         }
-        let mut seen = HashMap::new();
+        let mut seen: HashMap<String, (String, usize)> = HashMap::new();
         for tensor in &mut weights.tensors {
-            let revised = revise.apply(&tensor.name);
+            let (revised, at) = (revise.apply(&tensor.name), tensor.file);
             let old = std::mem::replace(&mut tensor.name, revised.clone());
-            if let Some(other) = seen.insert(revised.clone(), old.clone()) {
-                return Err(format!(
-                    "revise_keys renames both `{other}` and `{old}` to `{revised}`"
-                ));
+            match seen.insert(revised.clone(), (old.clone(), at)) {
+                Some((other, file)) if other == old => {
+                    let [a, b] = [file, at].map(|file| &weights.files[file]);
+                    return Err(format!(
+                        "`{old}` is in two of the files, {a} and {b}: remove or download the outdated one"
+                    ));
+                }
+                Some((other, _)) => {
+                    return Err(format!(
+                        "revise_keys renames both `{other}` and `{old}` to `{revised}`"
+                    ));
+                }
+                None => {}
             }
         }
         Ok(weights)
+    }
+
+    fn add_file(&mut self, path: &Path) -> Result<()> {
+        self.files.push(path.file_name().unwrap_or_default().to_string_lossy().into_owned());
+        match kind(path) {
+            Some(Kind::Safetensors) => self.add_safetensors(path),
+            Some(Kind::PyTorch) => self.add_pytorch(path),
+            _ => Err(format!("unknown format: supported are {FORMATS}")),
+        }
     }
 
     /// Transposes the matrices whose renamed names match one of these regular expressions.
@@ -131,7 +160,7 @@ impl Weights {
             }
         }
         for at in found {
-            let Saved { name, shape, dtype, .. } = self.tensors[at].clone();
+            let Saved { name, shape, .. } = &self.tensors[at];
             let [rows, columns] = shape[..] else {
                 return Err(format!("load_from.transpose: `{name}` is {shape:?}, not a matrix"));
             };
@@ -140,13 +169,9 @@ impl Weights {
             let element = |at: usize| &bytes[at * size..][..size];
             let column = |column| (0..rows).flat_map(move |row| element(row * columns + column));
             let transposed: Vec<u8> = (0..columns).flat_map(column).copied().collect();
-            self.tensors[at] = Saved {
-                name,
-                shape: vec![columns, rows],
-                dtype,
-                buffer: self.buffers.len(),
-                range: 0..transposed.len(),
-            };
+            let tensor = &mut self.tensors[at];
+            tensor.shape = vec![columns, rows];
+            (tensor.buffer, tensor.range) = (self.buffers.len(), 0..transposed.len());
             self.buffers.push(transposed);
         }
         Ok(())
@@ -154,7 +179,7 @@ impl Weights {
 
     /// Returns type, shape and elements of a tensor.
     pub(crate) fn view(&self, index: usize) -> Result<TensorView<'_>> {
-        let Saved { name, shape, dtype, buffer, range } = &self.tensors[index];
+        let Saved { name, shape, dtype, buffer, range, .. } = &self.tensors[index];
         TensorView::new(*dtype, shape.clone(), &self.buffers[*buffer][range.clone()])
             .map_err(|e| format!("`{name}`: {e}"))
     }
@@ -182,6 +207,9 @@ impl Weights {
                 dtype: info.dtype,
                 buffer: usize::MAX,
                 range: start..end,
+                file: self.files.len() - 1,
+                was_f64: false,
+                problem: None,
             });
         }
         self.buffers.push(bytes);
@@ -195,24 +223,55 @@ impl Weights {
         let text = fs::read(path).map_err(|e| format!("cannot read: {e}"))?;
         let index: Value = serde_json::from_slice(&text).map_err(|e| e.to_string())?;
         let map = index["weight_map"].as_object().ok_or("has no `weight_map`")?;
-        let files: BTreeSet<&str> = map.values().filter_map(Value::as_str).collect();
-        for file in files {
-            let path = path.with_file_name(file);
-            self.add_safetensors(&path).map_err(|why| format!("{}: {why}", path.display()))?;
+        let mut listed: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
+        for (name, file) in map {
+            let file = file.as_str().ok_or_else(|| format!("`{name}` has no file: {file}"))?;
+            listed.entry(file).or_default().push(name);
+        }
+        for (file, names) in listed {
+            let (path, first) = (path.with_file_name(file), self.tensors.len());
+            self.add_file(&path).map_err(|why| format!("{}: {why}", path.display()))?;
+            let has: HashSet<&String> = self.tensors[first..].iter().map(|t| &t.name).collect();
+            if let Some(name) = names.into_iter().find(|name| !has.contains(name)) {
+                return Err(format!(
+                    "lists `{name}` in {file}, which does not have it: index and files are of different versions or \
+                     incomplete; download them again"
+                ));
+            }
         }
         Ok(())
     }
 
     /// Adds a tensor converted to `f32`, because models have no `f64`.
     fn add_f64(&mut self, name: String, shape: Vec<usize>, bytes: &[u8]) {
-        let narrow = |b: &[u8; 8]| (f64::from_le_bytes(*b) as f32).to_le_bytes();
-        self.add(name, shape, Dtype::F32, bytes.as_chunks().0.iter().flat_map(narrow).collect());
+        let values = bytes.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b));
+        self.add_doubles(name, shape, values);
+    }
+
+    fn add_doubles(
+        &mut self,
+        name: String,
+        shape: Vec<usize>,
+        values: impl Iterator<Item = f64> + Clone,
+    ) {
+        let is_beyond = |x: &f64| x.is_finite() && (*x as f32).is_infinite();
+        let problem = values.clone().find(is_beyond).map(|x| {
+            format!(
+                "contains {x:e} in f64, which is out of range of the f32 that it is converted to"
+            )
+        });
+        let bytes = values.flat_map(|x| (x as f32).to_le_bytes()).collect();
+        self.add(name, shape, Dtype::F32, bytes);
+        if let Some(added) = self.tensors.last_mut() {
+            (added.was_f64, added.problem) = (true, problem);
+        }
     }
 
     fn add(&mut self, name: String, shape: Vec<usize>, dtype: Dtype, bytes: Vec<u8>) {
         let (buffer, range) = (self.buffers.len(), 0..bytes.len());
         self.buffers.push(bytes);
-        self.tensors.push(Saved { name, shape, dtype, buffer, range });
+        let (file, was_f64, problem) = (self.files.len() - 1, false, None);
+        self.tensors.push(Saved { name, shape, dtype, buffer, range, file, was_f64, problem });
     }
 
     #[cfg(not(feature = "candle"))]
@@ -237,13 +296,27 @@ impl Weights {
             Some(file) => file,
             None => PthTensors::new(path, None).map_err(failed)?,
         };
-        let names: BTreeSet<&String> = file.tensor_infos().keys().collect();
-        for name in names {
-            let Some(tensor) = file.get(name).map_err(|e| format!("`{name}`: {e}"))? else {
+        let first_line = |e: candle_core::Error| e.to_string().lines().next().map(str::to_owned);
+        let infos: BTreeMap<_, _> = file.tensor_infos().iter().collect();
+        for (name, info) in infos {
+            let layout = &info.layout;
+            if !layout.is_contiguous() && !layout.is_fortran_contiguous() {
+                self.add(name.clone(), layout.dims().to_vec(), Dtype::F32, Vec::new());
+                let problem = format!(
+                    "is not contiguous (strides {:?}: channels_last, a slice, or expand): in PyTorch, save \
+                     `{{k: v.contiguous() for k, v in model.state_dict().items()}}`",
+                    layout.stride()
+                );
+                self.tensors.last_mut().into_iter().for_each(|t| t.problem = Some(problem.clone()));
                 continue;
-            };
-            self.add_candle(name, &tensor).map_err(|e| format!("`{name}`: {e}"))?;
+            }
+            let added = file.get(name).and_then(|tensor| match tensor {
+                Some(tensor) => self.add_candle(name, &tensor),
+                None => Ok(()),
+            });
+            added.map_err(|e| format!("`{name}`: {}", first_line(e).unwrap_or_default()))?;
         }
+        self.unread.extend(types_unread(path).map_err(|e| format!("cannot read: {e}"))?);
         Ok(())
     }
 
@@ -260,11 +333,17 @@ impl Weights {
                 let values = flat.to_vec1::<half::bf16>()?;
                 (Dtype::BF16, values.iter().flat_map(|x| x.to_le_bytes()).collect())
             }
-            DType::F32 | DType::F64 => {
-                let values = flat.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+            DType::F32 => {
+                let values = flat.to_vec1::<f32>()?;
                 (Dtype::F32, values.iter().flat_map(|x| x.to_le_bytes()).collect())
             }
-            // Models have no such types; only the name is used.
+            DType::F64 => {
+                let values = flat.to_vec1::<f64>()?;
+                self.add_doubles(name.to_owned(), shape, values.iter().copied());
+                return Ok(());
+            }
+            // Models have no such types; only name and type are used.
+            DType::U8 => (Dtype::U8, Vec::new()),
             _ => (Dtype::I64, Vec::new()),
         };
         self.add(name.to_owned(), shape, dtype, bytes);
@@ -280,7 +359,7 @@ impl Weights {
     pub(crate) fn fit(&self, wanted: &[(&str, &[usize])]) -> Fit {
         let index: HashMap<&str, usize> =
             self.tensors.iter().enumerate().map(|(at, tensor)| (&*tensor.name, at)).collect();
-        let mut report = Report::default();
+        let mut report = Report { unread: self.unread.join(", "), ..Report::default() };
         let mut used = BTreeSet::new();
         let mut place = |(name, shape): &(&str, &[usize])| {
             let old = ["weight:gamma", "bias:beta"].iter().find_map(|pair| {
@@ -317,6 +396,9 @@ impl Weights {
         };
         let sources: Vec<Option<usize>> = wanted.iter().map(&mut place).collect();
         report.used = sources.iter().flatten().count();
+        let doubles = sources.iter().flatten().filter(|at| self.tensors[**at].was_f64);
+        report.doubles = doubles.count();
+        report.tied = self.tied(wanted, &sources, &report.missing);
         let taken: BTreeSet<_> = sources.iter().flatten().map(|at| self.bytes(*at)).collect();
         let is_spare = |at: &usize| {
             let Saved { name, shape, .. } = &self.tensors[*at];
@@ -328,6 +410,78 @@ impl Weights {
         report.left_over = spare.map(|at| self.tensors[at].name.clone()).collect();
         Fit { sources, report }
     }
+
+    /// Returns a missing matrix and a used table of embeddings of the same shape: a file may
+    /// contain only one of two tied weights.
+    fn tied(
+        &self,
+        wanted: &[(&str, &[usize])],
+        sources: &[Option<usize>],
+        missing: &[String],
+    ) -> Option<(String, String)> {
+        let is_table = |name: &str| ["emb", "wte", "tok"].iter().any(|part| name.contains(part));
+        let is_missing = |name: &str| missing.iter().any(|missing| missing == name);
+        let (head, shape) = wanted.iter().find(|(name, shape)| {
+            shape.len() == 2 && !is_table(name) && name.ends_with("weight") && is_missing(name)
+        })?;
+        let used = wanted.iter().zip(sources).filter(|(_, source)| source.is_some());
+        let table = used.map(|(of, _)| of).find(|(name, is)| is == shape && is_table(name))?;
+        Some(((*head).to_owned(), table.0.to_owned()))
+    }
+
+    /// Checks the elements of the tensors that a model takes. Returns the names of those that
+    /// contain NaN or an infinity.
+    pub(crate) fn check(&self, sources: &[Option<usize>]) -> Result<Vec<String>> {
+        let mut non_finite = Vec::new();
+        for at in sources.iter().flatten() {
+            let Saved { name, dtype, problem, .. } = &self.tensors[*at];
+            if let Some(problem) = problem {
+                return Err(format!("`{name}` {problem}"));
+            }
+            if !is_finite(*dtype, self.bytes(*at)) {
+                non_finite.push(format!("`{name}`"));
+            }
+        }
+        Ok(non_finite)
+    }
+}
+
+/// Returns whether all elements of a floating-point type are finite.
+fn is_finite(dtype: Dtype, bytes: &[u8]) -> bool {
+    let halves = |exponent: u16| {
+        let mut bits = bytes.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b));
+        bits.all(|bits| bits & exponent != exponent)
+    };
+    match dtype {
+        Dtype::F16 => halves(0x7c00),
+        Dtype::BF16 => halves(0x7f80),
+        _ => bytes.as_chunks().0.iter().all(|b| f32::from_le_bytes(*b).is_finite()),
+    }
+}
+
+/// Returns the types of a PyTorch file's tensors that candle leaves out. It does not tell their
+/// names, so this looks for the types' names in the pickle, which is the file's first record and
+/// not compressed.
+#[cfg(feature = "candle")]
+fn types_unread(path: &Path) -> std::io::Result<Vec<&'static str>> {
+    use std::io::Read;
+    const SEARCHED: u64 = 16 << 20;
+    let mut start = Vec::new();
+    fs::File::open(path)?.take(SEARCHED).read_to_end(&mut start)?;
+    let types = [
+        ("CharStorage", "int8"),
+        ("ShortStorage", "int16"),
+        ("IntStorage", "int32"),
+        ("BoolStorage", "bool"),
+        ("QInt8Storage", "qint8"),
+        ("QUInt8Storage", "quint8"),
+        ("ComplexFloatStorage", "complex64"),
+    ];
+    let has = |(class, _): &(&str, &str)| {
+        let line = format!("\n{class}\n");
+        start.windows(line.len()).any(|at| at == line.as_bytes())
+    };
+    Ok(types.into_iter().filter(has).map(|(_, name)| name).collect())
 }
 
 /// Mapping of a model's tensors to those of a file.
@@ -337,66 +491,6 @@ pub(crate) struct Fit {
     pub(crate) sources: Vec<Option<usize>>,
     pub(crate) report: Report,
 }
-
-/// Differences between a file's tensors and a model's.
-#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Report {
-    /// Number of the model's tensors found in the file.
-    pub(crate) used: usize,
-    /// Names of the model's tensors missing in the file.
-    pub(crate) missing: Vec<String>,
-    /// Names of the file's tensors that the model does not have.
-    pub(crate) left_over: Vec<String>,
-    /// Names, with shapes or types, of tensors that do not match.
-    pub(crate) mismatched: Vec<String>,
-}
-
-impl Report {
-    /// Returns whether every tensor has a counterpart.
-    pub(crate) fn is_exact(&self) -> bool {
-        self.missing.is_empty() && self.left_over.is_empty() && self.mismatched.is_empty()
-    }
-
-    /// Suggests `revise_keys` if all names on one side share a prefix that the other side lacks.
-    fn hint(&self) -> Option<String> {
-        let prefix = |longer: &[String], shorter: &[String]| {
-            let longest = longer.first()?;
-            let ends = |short: &&String| longest.ends_with(&format!(".{short}"));
-            let short = shorter.iter().filter(ends).max_by_key(|short| short.len())?;
-            let prefix = longest[..longest.len() - short.len()].to_owned();
-            longer.iter().all(|name| name.starts_with(&prefix)).then_some(prefix)
-        };
-        let (pattern, to) = match prefix(&self.left_over, &self.missing) {
-            Some(prefix) => (format!("^{}", regex::escape(&prefix)), String::new()),
-            None => ("^".to_owned(), prefix(&self.missing, &self.left_over)?),
-        };
-        Some(format!("; try revise_keys = [['{pattern}', '{to}']]"))
-    }
-}
-
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let quoted = |names: &[String]| names.iter().map(|name| format!("`{name}`")).collect();
-        let parts: [(&str, Vec<String>); 3] = [
-            ("missing", quoted(&self.missing)),
-            ("unexpected", quoted(&self.left_over)),
-            ("mismatched", self.mismatched.clone()),
-        ];
-        let mut separator = "";
-        for (what, names) in parts.into_iter().filter(|(_, names)| !names.is_empty()) {
-            let shown = if names.len() > LISTED { LISTED - 2 } else { names.len() };
-            write!(f, "{separator}{what}: {}", names[..shown].join(", "))?;
-            if shown < names.len() {
-                write!(f, " and {} more", names.len() - shown)?;
-            }
-            separator = "; ";
-        }
-        f.write_str(&self.hint().unwrap_or_default())
-    }
-}
-
-/// Maximum number of names listed.
-const LISTED: usize = 12;
 
 /// Supported formats, for messages.
 pub(crate) const FORMATS: &str =
@@ -562,6 +656,134 @@ mod tests {
         fs::remove_file(dir.path().join("2.safetensors")).unwrap();
         let why = Weights::read(&index, &ReviseKeys::default()).unwrap_err();
         assert!(why.contains("2.safetensors: cannot read"), "{why}");
+    }
+
+    #[test]
+    fn index_that_disagrees_with_its_files_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let index = dir.path().join("model.safetensors.index.json");
+        let read = |map: &str| {
+            fs::write(&index, format!(r#"{{"weight_map": {map}}}"#)).unwrap();
+            Weights::read(&index, &ReviseKeys::default()).map(|_| ()).unwrap_err()
+        };
+        save(&dir.path().join("1.safetensors"), &[("a", &[1], &[1.0]), ("b", &[1], &[1.0])]);
+        save(&dir.path().join("2.safetensors"), &[("b", &[1], &[2.0])]);
+        let why = read(r#"{"a": "1.safetensors", "b": "2.safetensors"}"#);
+        let twice = "`b` is in two of the files, 1.safetensors and 2.safetensors";
+        assert!(why.starts_with(twice), "{why}");
+        let why = read(r#"{"b": "2.safetensors", "c": "2.safetensors"}"#);
+        assert!(why.starts_with("lists `c` in 2.safetensors, which does not have it"), "{why}");
+        assert!(read(r#"{"b": 2}"#).contains("`b` has no file"));
+        assert!(read(r#"{"b": "3.onnx"}"#).contains("3.onnx: unknown format"));
+    }
+
+    #[cfg(feature = "candle")]
+    #[test]
+    fn index_of_pytorch_files_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::copy(vectors("pretrained_plain.pth"), dir.path().join("1.bin")).unwrap();
+        let index = dir.path().join("pytorch_model.bin.index.json");
+        fs::write(&index, r#"{"weight_map": {"weight": "1.bin", "bias": "1.bin"}}"#).unwrap();
+        let weights = Weights::read(&index, &ReviseKeys::default()).unwrap();
+        assert!(weights.fit(&[("weight", &[2, 3]), ("bias", &[2])]).report.is_exact());
+    }
+
+    #[cfg(feature = "candle")]
+    #[test]
+    fn unusual_tensors_of_pytorch_are_named_if_they_are_needed() {
+        let weights =
+            Weights::read(&vectors("pretrained_odd.pth"), &ReviseKeys::default()).unwrap();
+        let check = |wanted: (&str, &[usize])| {
+            let Fit { sources, report } = weights.fit(&[("plain.weight", &[2, 3]), wanted]);
+            (weights.check(&sources).map_err(|why| why.clone()), report.to_string())
+        };
+        let (checked, report) = check(("x.bias", &[2]));
+        assert_eq!(checked.unwrap(), [""; 0]);
+        assert!(
+            report.contains("; the file also has tensors of int8, which cannot be read"),
+            "{report}"
+        );
+        let cases: [(&str, &[usize], &str); 3] = [
+            ("conv.weight", &[2, 3, 1, 2], "is not contiguous (strides [6, 1, 6, 3]"),
+            ("expanded.weight", &[3, 2], "v.contiguous() for k, v in model.state_dict().items()"),
+            ("double.weight", &[2], "contains 1e39 in f64"),
+        ];
+        for (name, shape, says) in cases {
+            let why = check((name, shape)).0.unwrap_err();
+            assert!(why.starts_with(&format!("`{name}` ")) && why.contains(says), "{why}");
+        }
+        assert!(check(("bytes.weight", &[2])).1.contains("`bytes.weight` is U8"));
+    }
+
+    #[test]
+    fn doubles_are_converted_unless_out_of_range() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.safetensors");
+        let wanted: [(&str, &[usize]); 2] = [("a", &[2]), ("b", &[1])];
+        let read = |values: [f64; 3]| {
+            let bytes = |values: &[f64]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let tensors: [Vec<u8>; 2] = [bytes(&values[..2]), bytes(&values[2..])];
+            let views = [("a", 2, &tensors[0]), ("b", 1, &tensors[1])].map(|(name, len, bytes)| {
+                (name, TensorView::new(Dtype::F64, vec![len], bytes).unwrap())
+            });
+            fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+            let weights = Weights::read(&path, &ReviseKeys::default()).unwrap();
+            let Fit { sources, report } = weights.fit(&wanted);
+            assert_eq!(report.doubles, 2);
+            weights.check(&sources)
+        };
+        assert_eq!(read([1.0, f64::from(f32::MAX), 1e-300]).unwrap(), [""; 0]);
+        let why = read([1.0, -1e39, 0.0]).unwrap_err();
+        assert!(why.starts_with("`a` contains -1e39 in f64, which is out of range"), "{why}");
+        assert_eq!(read([1.0, f64::NAN, f64::INFINITY]).unwrap(), ["`a`", "`b`"]);
+    }
+
+    #[test]
+    fn values_that_are_not_finite_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.safetensors");
+        save(
+            &path,
+            &[
+                ("a", &[2], &[1.0, f32::NAN]),
+                ("b", &[1], &[f32::MAX]),
+                ("c", &[1], &[f32::INFINITY]),
+            ],
+        );
+        let weights = Weights::read(&path, &ReviseKeys::default()).unwrap();
+        let sources = weights.fit(&[("a", &[2]), ("b", &[1])]).sources;
+        assert_eq!(weights.check(&sources).unwrap(), ["`a`"]);
+        for (dtype, bits, finite) in [
+            (Dtype::F16, 0x7c00_u16, false),
+            (Dtype::F16, 0x7bff, true),
+            (Dtype::BF16, 0xffc0, false),
+            (Dtype::BF16, 0x7f7f, true),
+        ] {
+            assert_eq!(is_finite(dtype, &bits.to_le_bytes()), finite, "{dtype:?} {bits:x}");
+        }
+    }
+
+    #[test]
+    fn names_of_wrappers_and_tied_heads_get_a_hint() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.safetensors");
+        save(&path, &[("a._orig_mod.weight", &[2], &[1.0; 2]), ("b.weight", &[1], &[3.0])]);
+        let weights = Weights::read(&path, &ReviseKeys::default()).unwrap();
+        let wanted: [(&str, &[usize]); 2] = [("a.weight", &[2]), ("b.weight", &[1])];
+        let text = weights.fit(&wanted).report.to_string();
+        let hint = "try revise_keys = [['\\b_orig_mod\\.', '']]";
+        assert!(text.ends_with(hint), "{text}");
+        let weights = Weights::read(&path, &revise(&[(r"\b_orig_mod\.", "")]).unwrap()).unwrap();
+        assert!(weights.fit(&wanted).report.is_exact());
+        save(&path, &[("wte.weight", &[3, 2], &[1.0; 6]), ("norm.weight", &[2], &[3.0; 2])]);
+        let weights = Weights::read(&path, &ReviseKeys::default()).unwrap();
+        let wanted: [(&str, &[usize]); 3] =
+            [("wte.weight", &[3, 2]), ("norm.weight", &[2]), ("head.weight", &[3, 2])];
+        let text = weights.fit(&wanted).report.to_string();
+        assert!(
+            text.contains("`head.weight` has the shape of `wte.weight`: if the two are tied"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -382,10 +382,11 @@ fn draw(args: PlotArgs) -> Result<ExitCode> {
         false => run.with_extension("svg"),
     };
     let out = args.out.or_else(|| args.runs.first().map(beside)).unwrap_or_default();
-    std::fs::write(&out, svg).map_err(|source| {
-        let what = format!("cannot write {}", out.display());
-        Error::Io { what, source }
-    })?;
+    if out.is_file() && out.extension().is_none_or(|end| end != "svg") {
+        let text = format!("{}: exists and is no .svg: choose another --out", out.display());
+        return Err(Error::Config(text));
+    }
+    checkpoint::write_output(&out, svg.as_bytes())?;
     Ok(print(&format!("{}\n", out.display())))
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
-use super::files::write_file;
+use super::files::{check_outside, write_file};
 use super::{AVERAGES, Checkpoint, TRAINED, Tensor, deserialize, load, tensors};
 use crate::model::LoraOptions;
 use crate::{Error, Result};
@@ -26,10 +26,11 @@ pub struct ExportOptions {
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if the checkpoint is damaged or has no adapters to export; [`Error::Io`]
-/// with the path.
+/// [`Error::Checkpoint`] if the checkpoint is damaged or has no adapters to export, or if `out` is
+/// inside a checkpoint; [`Error::Io`] with the path.
 pub fn export(path: &Path, out: &Path, options: ExportOptions) -> Result<usize> {
     let (dir, name) = destination(out)?;
+    check_outside(out)?;
     let checkpoint = load(path)?;
     let mut weights = weights(&checkpoint, options.in_training)?;
     let lora = checkpoint.meta.lora.as_ref();

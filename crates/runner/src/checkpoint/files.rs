@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use super::{FileMeta, LAST, STATE};
+use super::{FileMeta, LAST, MODEL, STATE, load_meta};
 use crate::{Error, Result};
 
 /// First bytes of a JSON object with a checksum.
@@ -56,8 +56,13 @@ pub(crate) fn is_full(error: &std::io::Error) -> bool {
     matches!(error.kind(), FileTooLarge | QuotaExceeded | StorageFull)
 }
 
-/// Writes `dir/name`, a directory of `files`, atomically. Returns its path.
-pub(super) fn write_dir(dir: &Path, name: &str, files: &[(String, Vec<u8>)]) -> Result<PathBuf> {
+/// Writes `dir/name`, a directory that `fill` fills under a temporary name, atomically. Returns its
+/// path.
+pub(super) fn write_dir(
+    dir: &Path,
+    name: &str,
+    fill: impl FnOnce(&Path) -> Result<()>,
+) -> Result<PathBuf> {
     let (fresh, path) = (temporary(dir, name), dir.join(name));
     fs::create_dir_all(dir).map_err(io("create", dir))?;
     // Left by a killed run.
@@ -65,20 +70,61 @@ pub(super) fn write_dir(dir: &Path, name: &str, files: &[(String, Vec<u8>)]) -> 
         remove(&fresh).map_err(io("remove", &fresh))?;
     }
     fs::create_dir(&fresh).map_err(io("create", &fresh))?;
-    let write = || {
-        for (name, bytes) in files {
-            write_synced(&fresh.join(name), bytes)?;
-        }
+    let written = fill(&fresh).and_then(|()| {
         sync_dir(&fresh)?;
         replace_dir(&fresh, &path)
-    };
-    write().inspect_err(|_| {
+    });
+    written.inspect_err(|_| {
         let _ = fs::remove_dir_all(&fresh);
     })?;
     Ok(path)
 }
 
-/// Writes the file `dir/name` atomically.
+/// Returns an error if a checkpoint, or a published model, cannot have this name: it must be one
+/// name in the work directory, not hidden, and none that the runner uses itself.
+pub(crate) fn check_name(name: &str) -> Result<()> {
+    let is_one = Path::new(name).file_name().is_some_and(|file| file == name);
+    let is_valid = is_one && !name.contains('\0') && !name.starts_with('.') && name != LAST;
+    if is_valid && name.len() <= LONGEST_NAME {
+        return Ok(());
+    }
+    Err(Error::Checkpoint(format!(
+        "a checkpoint cannot be called {name:?}: the name must have 1 to {LONGEST_NAME} bytes, no `/`, no `.` at its \
+         beginning, and not be `{LAST}`"
+    )))
+}
+
+/// Maximum length of a checkpoint's name: file systems allow 255 bytes, of which the names of
+/// temporary directories and of published models take some.
+const LONGEST_NAME: usize = 200;
+
+/// Returns an error if the file `out` would be in a checkpoint, whose files it must not replace.
+pub(crate) fn check_outside(out: &Path) -> Result<()> {
+    let dir = out.parent().unwrap_or_else(|| Path::new("")).join(".");
+    // A directory that does not exist is not a checkpoint.
+    let Ok(dir) = dir.canonicalize() else { return Ok(()) };
+    let is_inside = |dir: &&Path| dir.join(STATE).is_file() && dir.join(MODEL).is_file();
+    match dir.ancestors().find(is_inside) {
+        Some(checkpoint) => Err(Error::Checkpoint(format!(
+            "{} is inside the checkpoint {}, which would be damaged: choose a path outside of it",
+            out.display(),
+            checkpoint.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Writes a file outside of checkpoints: atomically, or to a device or pipe.
+pub(crate) fn write_output(out: &Path, bytes: &[u8]) -> Result<()> {
+    check_outside(out)?;
+    let is_special = out.metadata().is_ok_and(|found| !found.is_file() && !found.is_dir());
+    match (out.parent(), out.file_name().and_then(|name| name.to_str())) {
+        (Some(dir), Some(name)) if !is_special => write_file(&dir.join("."), name, bytes),
+        _ => fs::write(out, bytes).map_err(io("write", out)),
+    }
+}
+
+/// Writes the file `dir/name` atomically. If `dir/name` is a link, the link is replaced.
 pub(super) fn write_file(dir: &Path, name: &str, bytes: &[u8]) -> Result<()> {
     let (fresh, path) = (temporary(dir, name), dir.join(name));
     let write = || {
@@ -98,22 +144,56 @@ fn temporary(dir: &Path, name: &str) -> PathBuf {
 
 const TEMPORARY: &str = ".tmp";
 
-/// Removes incomplete checkpoints of killed runs, but no other files with such names. No run may
+/// Removes incomplete checkpoints of killed runs and those that were being replaced, but no other
+/// files with such names; a checkpoint whose replacement is missing gets its name back. No run may
 /// write to `work_dir` meanwhile.
 pub(crate) fn remove_leftovers(work_dir: &Path) -> Result<()> {
     let Ok(entries) = fs::read_dir(work_dir) else { return Ok(()) };
     for path in entries.flatten().map(|entry| entry.path()) {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if !(name.starts_with('.') && name.ends_with(TEMPORARY)) {
+        if let Some(name) = replaced(&path) {
+            let current = work_dir.join(name);
+            match current.symlink_metadata() {
+                // It is complete, because its files were flushed before it was renamed.
+                Ok(_) if load_meta(&current).is_ok() && is_checkpoint(&path) => {
+                    fs::remove_dir_all(&path).map_err(io("remove", &path))?;
+                }
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound && load_meta(&path).is_ok() => {
+                    fs::rename(&path, &current).map_err(io("rename to", &current))?;
+                }
+                _ => {}
+            }
             continue;
         }
-        if path.is_dir() && is_checkpoint(&path) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if !(name.starts_with('.') && name.ends_with(TEMPORARY)) {
+            // A run was killed while it recorded the best metric.
+            let unfinished = temporary(&path, STATE);
+            if path.join(STATE).is_file() && unfinished.is_file() {
+                fs::remove_file(&unfinished).map_err(io("remove", &unfinished))?;
+            }
+        } else if path.is_dir() && is_checkpoint(&path) {
             fs::remove_dir_all(&path).map_err(io("remove", &path))?;
         } else if path == temporary(work_dir, LAST) {
             fs::remove_file(&path).map_err(io("remove", &path))?;
         }
     }
     Ok(())
+}
+
+/// Returns the name of the checkpoint that was replaced while it had the name `path`, see
+/// [`aside`]; `None` for other paths.
+pub(super) fn replaced(path: &Path) -> Option<&str> {
+    let name = path.file_name()?.to_str()?;
+    let name = name.strip_prefix('.')?.strip_suffix(".old")?;
+    // `replace_dir` adds dots if a name is taken.
+    let (mut name, mut taken) = (name, true);
+    while taken {
+        taken = name.strip_prefix('.').and_then(|n| n.strip_suffix(".old")).is_some_and(|inner| {
+            name = inner;
+            true
+        });
+    }
+    check_name(name).ok().map(|()| name)
 }
 
 /// Removes a checkpoint, unless its directory contains other files.
@@ -132,9 +212,14 @@ fn is_checkpoint(dir: &Path) -> bool {
     entries.all(|path| of(&path) || path.ends_with(STATE) || path == unfinished)
 }
 
-fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
+pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
     let write = || {
-        let mut file = File::create(path)?;
+        // Left by a killed process; a link is removed, not followed.
+        match fs::remove_file(path) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let mut file = File::create_new(path)?;
         file.write_all(bytes)?;
         file.sync_all()
     };

@@ -5,20 +5,24 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::files::{aside, io};
-use super::{LAST, STATE, load, load_meta};
+use super::files::{aside, io, replaced};
+use super::read::read;
+use super::{LAST, STATE, any_path, load_meta};
 use crate::{Error, Result};
 
 /// Result of the search for a checkpoint to resume from.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Found {
     /// The newest intact one.
+    #[serde(with = "any_path")]
     pub path: Option<PathBuf>,
     /// Reasons for which newer ones were skipped, each with the file.
     pub skipped: Vec<String>,
     /// If there is none: checkpoints that were saved without optimizer state.
+    #[serde(with = "any_path::list")]
     pub weights: Vec<PathBuf>,
     /// If there is none: exported models, such as the best.
+    #[serde(with = "any_path::list")]
     pub exports: Vec<PathBuf>,
 }
 
@@ -28,7 +32,8 @@ pub struct Found {
 /// # Errors
 ///
 /// [`Error::Io`] if the directory cannot be read; [`Error::Checkpoint`] with the reason for each
-/// checkpoint if there are some and none is intact.
+/// checkpoint if there are some and none is intact, and for the first one that may be intact but
+/// is of another version or cannot be read at the moment.
 pub fn newest(work_dir: &Path) -> Result<Found> {
     let mut found = Found::default();
     let pointer = work_dir.join(LAST);
@@ -48,14 +53,15 @@ pub fn newest(work_dir: &Path) -> Result<Found> {
     let others = candidates(work_dir)?;
     let others = others.into_iter().filter(|path| named.as_ref() != Some(path));
     for path in named.iter().cloned().chain(others) {
-        match load(&path) {
+        match read(&path) {
             Ok(checkpoint) if checkpoint.optim.is_some() && !checkpoint.meta.export => {
                 let (weights, exports) = (Vec::new(), Vec::new());
                 return Ok(Found { path: Some(path), weights, exports, ..found });
             }
             Ok(checkpoint) if checkpoint.meta.export => found.exports.push(path),
             Ok(_) => found.weights.push(path),
-            Err(error) => found.skipped.push(error.to_string()),
+            Err(fault) if !fault.is_damaged => return Err(fault.into()),
+            Err(fault) => found.skipped.push(fault.why.to_string()),
         }
     }
     if found.skipped.is_empty() {
@@ -78,7 +84,8 @@ pub(crate) fn of_another_run(work_dir: &Path, origin: Option<&Path>) -> Result<O
 }
 
 /// Lists the checkpoints in `work_dir`: first those with an unreadable state, then by iteration,
-/// newest first.
+/// newest first. One that was being replaced when a run was killed counts if its replacement is
+/// missing.
 fn candidates(work_dir: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(work_dir) {
         Ok(entries) => entries,
@@ -89,7 +96,8 @@ fn candidates(work_dir: &Path) -> Result<Vec<PathBuf>> {
     for entry in entries {
         let path = entry.map_err(io("read", work_dir))?.path();
         let hidden = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
-        if hidden || !path.join(STATE).is_file() {
+        let is_only = || replaced(&path).is_some_and(|name| !work_dir.join(name).exists());
+        if hidden && !is_only() || !is_file(&path.join(STATE))? {
             continue;
         }
         let iter = load_meta(&path).map_or(usize::MAX, |meta| meta.position.configured_iter());
@@ -97,4 +105,15 @@ fn candidates(work_dir: &Path) -> Result<Vec<PathBuf>> {
     }
     all.sort_by(|a, b| b.cmp(a));
     Ok(all.into_iter().map(|(_, path)| path).collect())
+}
+
+/// Returns whether there is such a file. Any other answer of the system than its presence or
+/// absence is an error: a run that took it for absence would begin anew, and replace it.
+fn is_file(path: &Path) -> Result<bool> {
+    use std::io::ErrorKind::{NotADirectory, NotFound};
+    match path.metadata() {
+        Ok(found) => Ok(found.is_file()),
+        Err(e) if [NotADirectory, NotFound].contains(&e.kind()) => Ok(false),
+        Err(e) => Err(io("read", path)(e)),
+    }
 }

@@ -11,31 +11,39 @@
 //! `last_checkpoint` name it. So a kill at any moment, or a full disk, leaves the previous
 //! checkpoint in place; the next run removes the incomplete one.
 //!
-//! `find` finds the newest intact checkpoint; `files` writes files; `lock` keeps a second run out
-//! of the directory; `tensors` converts tensors.
+//! `read` reads and verifies one; `find` finds the newest intact one; `files` writes files; `lock`
+//! keeps a second run out of the directory; `tensors` converts tensors.
 
+mod any_path;
 mod export;
 mod files;
 mod find;
 mod lock;
 mod position;
+mod read;
 mod tensors;
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use fused_optim::{DType, StateDict};
+use fused_optim::DType;
 use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 pub use self::export::{ExportOptions, export};
-pub(crate) use self::files::{aside, is_full, remove, remove_leftovers};
-use self::files::{check_seal, crc32, file_meta, seal, write_dir, write_file};
+pub(crate) use self::files::{
+    aside, check_name, check_outside, is_full, remove, remove_leftovers, write_output,
+};
+use self::files::{crc32, file_meta, seal, write_dir, write_file, write_synced};
 pub(crate) use self::find::of_another_run;
 pub use self::find::{Found, newest};
 pub(crate) use self::lock::WorkDirLock;
 pub use self::position::{Begun, Position, Waiting};
+pub use self::read::load;
+use self::read::{damaged, read_whole};
+pub(crate) use self::read::{load_meta, lora_options};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, deserialize, scaled, serialize};
 pub(crate) use self::tensors::{
@@ -92,7 +100,7 @@ pub struct Meta {
     #[serde(default)]
     pub export: bool,
     /// Checkpoint that the run began from, by `load_from`.
-    #[serde(default)]
+    #[serde(default, with = "any_path")]
     pub load_from: Option<PathBuf>,
     /// LoRA options of the model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -116,6 +124,8 @@ pub struct Checkpoint {
     pub optim: Option<OptimWrapperState>,
     model: Vec<u8>,
     path: PathBuf,
+    /// CRC-32 of `state.json`, which contains those of the other files.
+    digest: u32,
 }
 
 /// Number of tensors that [`Checkpoint::load_weights`] converted, by types.
@@ -177,6 +187,8 @@ pub struct RankFiles {
 }
 
 const FORMAT: u32 = 3;
+/// Ends of the names of an adapter's tensors.
+pub(crate) const ADAPTER: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 /// Name of the file of weights in a checkpoint.
 pub(crate) const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
@@ -197,39 +209,54 @@ pub const LAST: &str = "last_checkpoint";
 ///
 /// # Errors
 ///
-/// [`Error::Io`] with the path; an earlier checkpoint of that name is then still in place.
+/// [`Error::Io`] with the path; [`Error::Checkpoint`] for a name that a checkpoint cannot have. An
+/// earlier checkpoint of that name is then still in place.
 pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> {
-    let mut files = vec![(MODEL.to_owned(), serialize(MODEL, &contents.model)?)];
-    if let Some(optim) = &contents.optim {
-        files.push((OPTIMIZER.to_owned(), optim.optimizer.to_safetensors()?));
-    }
-    for (name, tensors) in &contents.extra {
-        files.push((format!("{name}.safetensors"), serialize(name, tensors)?));
-    }
-    let RankFiles { gradients, own, wrapper } = contents.ranks;
-    for (what, ranks) in [(GRADIENTS, gradients), (OWN, own), (WRAPPER, wrapper)] {
-        let ranks = ranks.into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty());
-        files.extend(ranks.map(|(rank, bytes)| (rank_file(what, rank), bytes)));
-    }
-    let loss_scaler = contents.optim.as_ref().and_then(|o| o.loss_scaler);
-    let path = write(work_dir, name, Meta { loss_scaler, ..contents.meta }, files)?;
-    if contents.is_last {
+    check_name(name)?;
+    let Contents { meta, model, optim, extra, ranks, is_last, .. } = contents;
+    let loss_scaler = optim.as_ref().and_then(|o| o.loss_scaler);
+    let meta = Meta { loss_scaler, ..meta };
+    // Each file is encoded, written and freed before the next, and so are its tensors.
+    let path = write(work_dir, name, meta, |add| {
+        add(MODEL, serialize(MODEL, &model)?)?;
+        drop(model);
+        if let Some(optim) = optim {
+            add(OPTIMIZER, optim.optimizer.to_safetensors()?)?;
+        }
+        for (name, tensors) in extra {
+            add(&format!("{name}.safetensors"), serialize(&name, &tensors)?)?;
+        }
+        let RankFiles { gradients, own, wrapper } = ranks;
+        for (what, ranks) in [(GRADIENTS, gradients), (OWN, own), (WRAPPER, wrapper)] {
+            let mut ranks = ranks.into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty());
+            ranks.try_for_each(|(rank, bytes)| add(&rank_file(what, rank), bytes))?;
+        }
+        Ok(())
+    })?;
+    if is_last {
         write_file(work_dir, LAST, name.as_bytes())?;
     }
     Ok(path)
 }
 
-/// Writes `files`, and a `state.json` that lists them.
+/// Adds a file of this name and content to a checkpoint.
+type AddFile<'a> = dyn FnMut(&str, Vec<u8>) -> Result<()> + 'a;
+
+/// Writes a checkpoint of the files that `fill` adds, and a `state.json` that lists them.
 fn write(
     work_dir: &Path,
     name: &str,
     meta: Meta,
-    mut files: Vec<(String, Vec<u8>)>,
+    fill: impl FnOnce(&mut AddFile<'_>) -> Result<()>,
 ) -> Result<PathBuf> {
-    let listed = files.iter().map(|(name, bytes)| file_meta(name, bytes)).collect();
-    let state = state_file(&Meta { format: FORMAT, files: listed, ..meta })?;
-    files.push((STATE.to_owned(), state));
-    write_dir(work_dir, name, &files)
+    write_dir(work_dir, name, |dir| {
+        let mut files = Vec::new();
+        fill(&mut |name, bytes| {
+            files.push(file_meta(name, &bytes));
+            write_synced(&dir.join(name), &bytes)
+        })?;
+        write_synced(&dir.join(STATE), &state_file(&Meta { format: FORMAT, files, ..meta })?)
+    })
 }
 
 fn state_file(meta: &Meta) -> Result<Vec<u8>> {
@@ -245,48 +272,38 @@ pub(crate) fn record_hook_state(path: &Path, hook: &str, state: Value) -> Result
     write_file(path, STATE, &state_file(&meta)?)
 }
 
-/// Reads `state.json` of a checkpoint.
-pub(crate) fn load_meta(path: &Path) -> Result<Meta> {
-    let state = fs::read(path.join(STATE)).map_err(|e| damaged(path, STATE, e))?;
-    // The format is read first: other formats may have another checksum.
-    let format = serde_json::from_slice::<Value>(&state).map(|s| s["format"].as_u64());
-    if let Ok(Some(format)) = format
-        && format != u64::from(FORMAT)
-    {
-        let why = format!("format {format} is not supported; this version reads {FORMAT}");
-        return Err(damaged(path, STATE, why));
-    }
-    check_seal(&state).map_err(|e| damaged(path, STATE, e))?;
-    serde_json::from_slice(&state).map_err(|e| damaged(path, STATE, e))
-}
-
-/// Reads a checkpoint and verifies every file against the recorded checksum.
-///
-/// # Errors
-///
-/// [`Error::Checkpoint`] naming the file that is missing, truncated or damaged.
-pub fn load(path: &Path) -> Result<Checkpoint> {
-    let meta = load_meta(path)?;
-    let (mut model, mut optim) = (Vec::new(), None);
-    for file in &meta.files {
-        let bytes = read_whole(path, &meta, &file.name)?;
-        match file.name.as_str() {
-            MODEL => model = bytes,
-            OPTIMIZER => {
-                let optimizer =
-                    StateDict::from_safetensors(&bytes).map_err(|e| damaged(path, OPTIMIZER, e))?;
-                optim = Some(OptimWrapperState { optimizer, loss_scaler: meta.loss_scaler });
-            }
-            _ => {}
-        }
-    }
-    Ok(Checkpoint { meta, optim, model, path: path.to_owned() })
+/// Writes `last_checkpoint` if it does not name this checkpoint of the work directory: a run may
+/// have been killed before it did.
+pub(crate) fn point_to(work_dir: &Path, name: &str) -> Result<()> {
+    let named = fs::read_to_string(work_dir.join(LAST)).unwrap_or_default();
+    if named.trim() == name { Ok(()) } else { write_file(work_dir, LAST, name.as_bytes()) }
 }
 
 impl Checkpoint {
     /// Returns an empty checkpoint, passed to hooks when weights come from another program's file.
     pub(crate) fn of_weights(file: &Path) -> Self {
-        Self { meta: Meta::default(), optim: None, model: Vec::new(), path: file.to_owned() }
+        let (meta, path) = (Meta::default(), file.to_owned());
+        Self { meta, optim: None, model: Vec::new(), path, digest: 0 }
+    }
+
+    /// Returns a number that differs if any file of this checkpoint does: every file has been
+    /// verified against the checksums that it covers.
+    pub(crate) fn digest(&self) -> u32 {
+        self.digest
+    }
+
+    /// Checks that parameters and buffers are those of the model, as
+    /// [`load_model`](Self::load_model) does before it changes anything.
+    pub(crate) fn check_model(&self, engine: &dyn Engine) -> Result<()> {
+        self.fitting(engine, &mut check).map(drop)
+    }
+
+    /// As [`check_model`](Self::check_model), for [`load_weights`](Self::load_weights). Returns
+    /// what it would convert.
+    pub(crate) fn check_weights(&self, engine: &dyn Engine) -> Result<Vec<Converted>> {
+        let mut all = Vec::new();
+        self.fitting(engine, &mut |view, spec| count_converted(&mut all, view, spec))?;
+        Ok(all)
     }
 
     /// Copies parameters and buffers into the model, bit for bit.
@@ -312,25 +329,52 @@ impl Checkpoint {
         Ok(all)
     }
 
+    /// Returns the saved tensors if they are those of the model.
+    fn fitting(
+        &self,
+        engine: &dyn Engine,
+        fits: &mut dyn FnMut(&TensorView<'_>, &TensorSpec) -> Result<(), String>,
+    ) -> Result<SafeTensors<'_>> {
+        let fail = |why: String| damaged(&self.path, MODEL, why);
+        let tensors = SafeTensors::deserialize(&self.model).map_err(|e| fail(e.to_string()))?;
+        let specs = specs(engine);
+        for spec in &specs {
+            let view = tensors.tensor(&spec.name).map_err(|_| {
+                let hint = self.adapters_hint(&spec.name);
+                fail(format!("has no `{}`: it belongs to another model{hint}", spec.name))
+            })?;
+            fits(&view, spec).map_err(fail)?;
+        }
+        if tensors.len() != specs.len() {
+            let known: HashSet<_> = specs.iter().map(|s| s.name.as_str()).collect();
+            let extra = tensors.names().into_iter().find(|n| !known.contains(n));
+            let extra = extra.unwrap_or_default();
+            let hint = self.adapters_hint(extra);
+            return Err(fail(format!("has `{extra}`, which the model does not have{hint}")));
+        }
+        Ok(tensors)
+    }
+
+    /// Returns the saved LoRA options as text if a name that does not match is an adapter's.
+    fn adapters_hint(&self, name: &str) -> String {
+        match &self.meta.lora {
+            Some(saved) if ADAPTER.iter().any(|end| name.ends_with(end)) => {
+                let LoraOptions { rank, alpha, targets, .. } = saved;
+                format!(
+                    " (it was trained with lora = {{ rank = {rank}, alpha = {alpha}, targets = {targets:?} }})"
+                )
+            }
+            _ => String::new(),
+        }
+    }
+
     fn copy_model(
         &self,
         engine: &mut dyn Engine,
         fits: &mut dyn FnMut(&TensorView<'_>, &TensorSpec) -> Result<(), String>,
     ) -> Result<()> {
         let fail = |why: String| damaged(&self.path, MODEL, why);
-        let tensors = SafeTensors::deserialize(&self.model).map_err(|e| fail(e.to_string()))?;
-        let specs = specs(engine);
-        for spec in &specs {
-            let view = tensors.tensor(&spec.name).map_err(|_| {
-                fail(format!("has no `{}`: it belongs to another model", spec.name))
-            })?;
-            fits(&view, spec).map_err(fail)?;
-        }
-        if tensors.len() != specs.len() {
-            let known = |name: &str| specs.iter().any(|s| s.name == name);
-            let extra = tensors.names().into_iter().find(|n| !known(n)).unwrap_or_default();
-            return Err(fail(format!("has `{extra}`, which the model does not have")));
-        }
+        let tensors = self.fitting(engine, fits)?;
         visit_whole_model(engine, &mut |_, spec, slice| {
             let view = tensors.tensor(&spec.name).map_err(|e| fail(e.to_string()))?;
             load_into(slice, &view).map_err(fail)
@@ -491,40 +535,26 @@ pub fn own_bytes(own: &[Tensor]) -> Result<Vec<u8>> {
 ///
 /// [`Error::Checkpoint`] if the checkpoint is damaged, [`Error::Io`] with the path.
 pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> {
+    check_name(name)?;
     let from = work_dir.join(name);
     let meta = load_meta(&from)?;
     let model = read_whole(&from, &meta, MODEL)?;
     let published = format!("{name}-{:08x}", crc32(&model));
     let has = |key: &str| keys.iter().any(|k| k == key);
-    let mut files = Vec::new();
-    if has("model") {
-        files.push((MODEL.to_owned(), model));
-    }
-    if has("optimizer") && from.join(OPTIMIZER).is_file() {
-        files.push((OPTIMIZER.to_owned(), read_whole(&from, &meta, OPTIMIZER)?));
-    }
+    let optimizer = has("optimizer") && from.join(OPTIMIZER).is_file();
+    let optimizer = optimizer.then(|| read_whole(&from, &meta, OPTIMIZER)).transpose()?;
     let loss_scaler = meta.loss_scaler;
     let lora = meta.lora.clone();
     let meta = if has("state") { meta } else { Meta { lora, ..Meta::default() } };
-    write(work_dir, &published, Meta { loss_scaler, export: true, ..meta }, files)
+    write(work_dir, &published, Meta { loss_scaler, export: true, ..meta }, |add| {
+        has("model").then(|| add(MODEL, model)).transpose()?;
+        optimizer.map(|bytes| add(OPTIMIZER, bytes)).transpose().map(drop)
+    })
 }
 
 /// Returns the name of a rank's file of gradients, buffers, or wrapper state.
 fn rank_file(what: &str, rank: usize) -> String {
     format!("{what}_{rank}.safetensors")
-}
-
-fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Error {
-    Error::Checkpoint(format!("{}: {why}", path.join(file).display()))
-}
-
-/// Reads a file of the checkpoint at `path`, and verifies length and checksum against `meta`.
-fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
-    let bytes = fs::read(path.join(name)).map_err(|e| damaged(path, name, e))?;
-    if !meta.files.contains(&file_meta(name, &bytes)) {
-        return Err(damaged(path, name, "damaged: length or checksum differ from state.json"));
-    }
-    Ok(bytes)
 }
 
 #[cfg(test)]
@@ -533,6 +563,8 @@ mod tests {
     use fused_optim::{Optimizer, Sgd, SgdHyper, Slice, SliceMut};
     use half::{bf16, f16};
 
+    use super::files::check_seal;
+    use super::read::Fault;
     use super::*;
     use crate::data::Batch;
     use crate::engine::Gradient;
@@ -926,6 +958,159 @@ mod tests {
         }
         let said = reason(newest(dir.path()));
         assert!(broken.iter().all(|file| said.contains(file.to_str().unwrap())), "{said}");
+    }
+
+    #[test]
+    fn checkpoint_of_another_format_ends_the_search() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["epoch_1", "epoch_2"] {
+            save(dir.path(), name, &mut engine(), contents(Vec::new())).unwrap();
+        }
+        let state = dir.path().join("epoch_2").join(STATE);
+        let text = fs::read_to_string(&state).unwrap();
+        for (format, other) in [
+            (4, text.replace("\"format\": 3", "\"format\": 4")),
+            (2, text.replace("\"format\": 3", "\"format\": 2")),
+        ] {
+            fs::write(&state, other).unwrap();
+            let said = reason(newest(dir.path()));
+            assert!(said.contains(&format!("format {format} is not supported")), "{said}");
+            assert!(said.contains("load_from = "), "{said}");
+        }
+        // An exported model is none to resume from.
+        let mut export = Contents { optim: None, is_last: false, ..contents(Vec::new()) };
+        export.meta.export = true;
+        save(dir.path(), "best", &mut engine(), export).unwrap();
+        let best = dir.path().join("best").join(STATE);
+        let other = fs::read_to_string(&best).unwrap().replace("\"format\": 3", "\"format\": 2");
+        fs::write(&best, other).unwrap();
+        fs::write(&state, text).unwrap();
+        assert_eq!(find_last(dir.path()), Some(dir.path().join("epoch_2")));
+    }
+
+    #[test]
+    fn checkpoint_that_cannot_be_read_is_not_skipped() {
+        let at = Path::new("run/epoch_1");
+        for (kind, is_damaged) in [
+            (std::io::ErrorKind::NotFound, true),
+            (std::io::ErrorKind::PermissionDenied, false),
+            (std::io::ErrorKind::StaleNetworkFileHandle, false),
+            (std::io::ErrorKind::Other, false),
+        ] {
+            assert_eq!(Fault::io(at, STATE, &kind.into()).is_damaged, is_damaged, "{kind}");
+        }
+        // A loop of links is neither a file nor its absence.
+        let dir = tempfile::tempdir().unwrap();
+        save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
+        fs::create_dir(dir.path().join("b")).unwrap();
+        std::os::unix::fs::symlink(STATE, dir.path().join("b").join(STATE)).unwrap();
+        fs::remove_file(dir.path().join(LAST)).unwrap();
+        let said = reason(newest(dir.path()));
+        assert!(said.contains("cannot read ") && said.contains("/b/state.json"), "{said}");
+    }
+
+    #[test]
+    fn replaced_checkpoint_is_removed_or_gets_its_name_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
+        let copy = |name: &str| {
+            let to = dir.path().join(name);
+            fs::create_dir(&to).unwrap();
+            for file in fs::read_dir(&path).unwrap().map(|file| file.unwrap()) {
+                fs::copy(file.path(), to.join(file.file_name())).unwrap();
+            }
+            to
+        };
+        // Killed before it was removed.
+        let (old, older) = (copy(".a.old"), copy("..a.old.old"));
+        // Not a checkpoint's, and a user's.
+        fs::create_dir(dir.path().join(".git.old")).unwrap();
+        fs::create_dir(dir.path().join("a.old")).unwrap();
+        remove_leftovers(dir.path()).unwrap();
+        assert!(!old.exists() && !older.exists() && path.exists());
+        assert!(dir.path().join(".git.old").exists() && dir.path().join("a.old").exists());
+        // Killed before the new one had its name.
+        fs::rename(&path, &old).unwrap();
+        fs::remove_file(dir.path().join(LAST)).unwrap();
+        assert_eq!(find_last(dir.path()), Some(old.clone()));
+        remove_leftovers(dir.path()).unwrap();
+        assert!(!old.exists());
+        assert_eq!(find_last(dir.path()), Some(path));
+    }
+
+    #[test]
+    fn invalid_names_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let work_dir = dir.path().join("run");
+        let attempt = |name: &str| save(&work_dir, name, &mut engine(), contents(Vec::new()));
+        let long = "x".repeat(201);
+        for name in ["", ".", "..", "a/b", "/a", "a/", LAST, ".runner.lock", ".a.old", "a\0", &long]
+        {
+            let said = reason(attempt(name));
+            assert!(said.contains(&format!("cannot be called {name:?}")), "{said}");
+            assert!(!work_dir.exists(), "{name}");
+        }
+        attempt("a").unwrap();
+    }
+
+    #[test]
+    fn export_into_a_checkpoint_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        fs::create_dir(dir.path().join("b")).unwrap();
+        let other = save(dir.path(), "c", &mut engine(), contents(Vec::new())).unwrap();
+        for dir in [&path, &link, &other] {
+            for file in [MODEL, OPTIMIZER, "new.safetensors"] {
+                let said = reason(export(&path, &dir.join(file), ExportOptions::default()));
+                assert!(said.contains("is inside the checkpoint"), "{said}");
+            }
+        }
+        // Links to files of a checkpoint are replaced, not written through.
+        let before = fs::read(path.join(OPTIMIZER)).unwrap();
+        for (name, hard) in [("soft.safetensors", false), ("hard.safetensors", true)] {
+            let out = dir.path().join("b").join(name);
+            let target = path.join(OPTIMIZER);
+            match hard {
+                true => fs::hard_link(target, &out).unwrap(),
+                false => std::os::unix::fs::symlink(target, &out).unwrap(),
+            }
+            // Left by a killed export.
+            let unfinished = dir.path().join("b").join(format!(".{name}.tmp"));
+            std::os::unix::fs::symlink(path.join(MODEL), unfinished).unwrap();
+            export(&path, &out, ExportOptions::default()).unwrap();
+            assert_eq!(fs::read(path.join(OPTIMIZER)).unwrap(), before);
+        }
+        load(&path).unwrap();
+        assert_eq!(fs::read_dir(dir.path().join("b")).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn pointer_is_written_if_it_is_stale() {
+        let dir = tempfile::tempdir().unwrap();
+        point_to(dir.path(), "epoch_2").unwrap();
+        assert_eq!(fs::read_to_string(dir.path().join(LAST)).unwrap(), "epoch_2");
+        point_to(dir.path(), "epoch_3").unwrap();
+        assert_eq!(fs::read_to_string(dir.path().join(LAST)).unwrap(), "epoch_3");
+    }
+
+    #[test]
+    fn paths_that_are_not_utf8_are_kept() {
+        use std::os::unix::ffi::OsStringExt;
+        let odd = PathBuf::from(std::ffi::OsString::from_vec(vec![b'r', 0xff, b'/', b'a']));
+        let found = Found {
+            path: Some(odd.clone()),
+            exports: vec![odd.clone(), PathBuf::from("plain")],
+            ..Found::default()
+        };
+        let text = serde_json::to_string(&found).unwrap();
+        assert_eq!(serde_json::from_str::<Found>(&text).unwrap(), found);
+        let dir = tempfile::tempdir().unwrap();
+        let mut contents = contents(Vec::new());
+        contents.meta.load_from = Some(odd.clone());
+        let path = save(dir.path(), "a", &mut engine(), contents).unwrap();
+        assert_eq!(load_meta(&path).unwrap().load_from, Some(odd));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::monitor::rule_by;
 use super::{Hook, Priority};
-use crate::checkpoint::{Checkpoint, Position};
+use crate::checkpoint::{Checkpoint, Position, check_name};
 use crate::config::{Section, choose, unknown};
 use crate::data::Batch;
 use crate::engine::Losses;
@@ -295,9 +295,12 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     let place = section.offset_of("filename_tmpl");
     hook.filename_tmpl = section.optional("filename_tmpl")?;
     if let Some(template) = &hook.filename_tmpl
-        && (template.matches("{}").count() != 1 || template.contains('/'))
+        && (template.matches("{}").count() != 1
+            || check_name(&template.replacen("{}", "1", 1)).is_err())
     {
-        let text = format!("`filename_tmpl` must have one `{{}}` and no `/`, got `{template}`");
+        let text = format!(
+            "`filename_tmpl` must have one `{{}}`, no `/` and no `.` at its beginning, got `{template}`"
+        );
         return Err(place.error(text));
     }
     hook.save_best = read_best(section)?;
@@ -375,6 +378,15 @@ impl Hook for CheckpointHook {
     fn before_train(&mut self, runner: &mut Runner) -> Result<()> {
         let text = format!("Checkpoints will be saved to {}.", runner.work_dir().display());
         runner.logger().info(&text);
+        // Those that a run killed after its last save has not removed.
+        if let Some((last, older)) = self.state.written.split_last() {
+            let is_older = |name: &&String| *name != last;
+            let extra: Vec<_> = self.state.extra.iter().filter(is_older).cloned().collect();
+            let counts = usize::from(!self.state.extra.contains(last));
+            let surplus = self.surplus(older, &extra, counts);
+            let paths: Vec<_> = surplus.iter().map(|name| runner.work_dir().join(name)).collect();
+            runner.remove_checkpoints(&paths);
+        }
         Ok(())
     }
 

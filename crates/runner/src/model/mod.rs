@@ -77,6 +77,20 @@ pub struct LoraOptions {
     pub targets: Vec<String>,
 }
 
+impl LoraOptions {
+    /// Returns the first of `lora`'s values with which these adapters were trained and that this
+    /// run has otherwise, as text; with `all` also the dropout, which only training uses. Targets
+    /// are compared by the names of the tensors instead.
+    pub(crate) fn difference(&self, run: &Self, all: bool) -> Option<String> {
+        let values =
+            [("rank", self.rank as f64, run.rank as f64), ("alpha", self.alpha, run.alpha)];
+        let dropout = all.then_some(("dropout", self.dropout, run.dropout));
+        let differs = |(_, was, is): &(&str, f64, f64)| was != is;
+        let (name, was, is) = values.into_iter().chain(dropout).find(differs)?;
+        Some(format!("lora.{name} = {was}, but this run has {is}"))
+    }
+}
+
 /// Creates a model when precision and seed are known.
 pub type ModelFactory = Box<dyn FnOnce(&ModelContext) -> Result<Box<dyn Engine>> + Send>;
 

@@ -256,7 +256,7 @@ impl RunnerBuilder {
     /// [`Error::Config`] if a part is missing; errors of the parts' factories; a failed rendezvous.
     /// The work directory is created last, so a failure leaves nothing behind.
     pub fn build(self) -> Result<Runner> {
-        self.refused()?;
+        self.refused_on_all()?;
         let (evaluates, all, trains) = (self.evaluates(), self.only.is_none(), self.trains);
         let work_dir = self.work_dir.ok_or_else(|| need("work_dir"))?;
         let model = self.model.ok_or_else(|| need("model"))?;
@@ -324,6 +324,14 @@ impl RunnerBuilder {
         };
         let runner = make().and_then(|made| open_output(made, &group, trains));
         runner.inspect_err(|error| group.abort(&error.to_string()))
+    }
+
+    /// Returns the errors that can be found before anything is created; ranks that wait for this
+    /// one are told.
+    fn refused_on_all(&self) -> Result<()> {
+        self.refused().inspect_err(|error| {
+            self.group.iter().for_each(|group| group.abort(&error.to_string()));
+        })
     }
 
     pub(super) fn evaluates(&self) -> bool {

@@ -20,6 +20,7 @@ use super::loading;
 use super::scheduling::make_schedulers;
 use super::work_dir::has_run_begun_with;
 use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig};
+use crate::checkpoint::check_outside;
 use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
 use crate::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient};
@@ -66,6 +67,9 @@ impl RunnerBuilder {
             let text = "trace: this program has a subscriber of `tracing` already, which gets the same spans: leave \
                         `trace` out, or install `runner::sinks::ChromeTrace` in its place";
             mistakes.add(Error::Config(text.into()));
+        }
+        if let Some(trace) = &self.log_config.trace {
+            check_outside(trace).unwrap_or_else(|error| mistakes.add(error));
         }
         // A run that resumes from its own checkpoints no longer needs that one.
         let goes_on = |from: &Path| {

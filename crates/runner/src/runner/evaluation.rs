@@ -89,6 +89,7 @@ impl Runner {
 pub(super) fn evaluate_only(runner: &mut Runner, split: EvalSplit) -> Result<Metrics> {
     runner.eval_parts(split)?;
     runner.call_hooks(|hook, runner| hook.before_run(runner))?;
+    runner.check_whole()?;
     if runner.start.loaded == Loaded::Nothing {
         if !runner.load_weights()? {
             runner

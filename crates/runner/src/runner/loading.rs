@@ -2,13 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
-use collective::object::broadcast_object;
+use collective::object::{all_gather_object, broadcast_object};
+
+use serde_json::Value;
 
 use super::Runner;
 use crate::checkpoint::{
     self, Checkpoint, Converted, count_converted, load_into, specs, visit_whole_model,
 };
 use crate::engine::Engine;
+use crate::model::LoraOptions;
 use crate::pretrained::{FORMATS, Fit, Report, ReviseKeys, Weights, is_known};
 use crate::{Error, Result};
 
@@ -36,6 +39,8 @@ pub(super) enum Loaded {
     Model,
     /// All, or there is nothing to load: training has begun.
     Run,
+    /// Some of it, before an error: this run can neither train nor be evaluated.
+    Part,
 }
 
 /// Options for loading weights of [`load_from`](super::RunnerBuilder::load_from) from a file of
@@ -75,7 +80,7 @@ impl LoadOptions {
         weights.transpose(&self.transpose)?;
         let specs = specs(engine);
         let wanted: Vec<_> = specs.iter().map(|spec| (&*spec.name, &*spec.shape)).collect();
-        let fit = weights.fit(&wanted);
+        let mut fit = weights.fit(&wanted);
         let strict = self.strict.unwrap_or_else(|| {
             file.ends_with(checkpoint::MODEL) && file.with_file_name("state.json").exists()
         });
@@ -84,14 +89,21 @@ impl LoadOptions {
             report if strict && !report.is_exact() => Err(format!(
                 "does not match the model: {report}; set strict = false to load the rest"
             )),
-            _ => Ok((weights, fit)),
+            _ => {
+                fit.report.non_finite = weights.check(&fit.sources)?;
+                Ok((weights, fit))
+            }
         }
     }
 
     /// Returns the differences that loading a file would log, for `runner check`.
     pub(super) fn check(&self, file: &Path, engine: &dyn Engine) -> Result<Option<String>> {
         match self.fit(file, engine) {
-            Ok((_, fit)) => Ok(difference(file, &fit.report)),
+            Ok((_, fit)) => {
+                let texts = [difference(file, &fit.report), non_finite(file, &fit.report)];
+                let texts: Vec<_> = texts.into_iter().flatten().collect();
+                Ok((!texts.is_empty()).then(|| texts.join("; ")))
+            }
             Err(why) => Err(unreadable(file, &why)),
         }
     }
@@ -100,13 +112,21 @@ impl LoadOptions {
     fn load(
         &self,
         file: &Path,
+        lora: Option<&LoraOptions>,
         engine: &mut dyn Engine,
     ) -> Result<(Report, Vec<Converted>), String> {
         let (weights, Fit { sources, report }) = self.fit(file, engine)?;
-        let mut converted = Vec::new();
+        let (mut converted, mut has_adapters) = (Vec::new(), false);
         for (spec, source) in specs(engine).iter().zip(&sources) {
             let Some(source) = source else { continue };
             count_converted(&mut converted, &weights.view(*source)?, spec)?;
+            has_adapters |= checkpoint::ADAPTER.iter().any(|end| spec.name.ends_with(end));
+        }
+        let saved = lora_options_of(file).filter(|_| has_adapters);
+        if let (Some(saved), Some(own)) = (saved, lora)
+            && let Some(difference) = saved.difference(own, false)
+        {
+            return Err(trained_with(&difference));
         }
         visit_whole_model(engine, &mut |at, _, slice| match sources[at] {
             None => Ok(()),
@@ -120,6 +140,26 @@ impl LoadOptions {
     }
 }
 
+/// Returns the LoRA options of the adapters in a file, recorded beside it: in the `state.json` of a
+/// checkpoint, or in PEFT's `adapter_config.json`.
+fn lora_options_of(file: &Path) -> Option<LoraOptions> {
+    let dir = file.parent()?;
+    checkpoint::lora_options(dir).or_else(|| {
+        let text = std::fs::read(dir.join("adapter_config.json")).ok()?;
+        let config: Value = serde_json::from_slice(&text).ok()?;
+        let rank = usize::try_from(config["r"].as_u64()?).ok()?;
+        let alpha = config["lora_alpha"].as_f64()?;
+        Some(LoraOptions { rank, alpha, dropout: 0.0, targets: Vec::new() })
+    })
+}
+
+fn trained_with(difference: &str) -> String {
+    format!(
+        "its adapters were trained with {difference}: set it as it was, or merge the adapters into the weights \
+         (`runner publish CHECKPOINT OUT.safetensors`) and load these with `load_from`"
+    )
+}
+
 fn unreadable(file: &Path, why: &str) -> Error {
     Error::Checkpoint(format!("{}: {why}", file.display()))
 }
@@ -129,6 +169,21 @@ fn difference(file: &Path, report: &Report) -> Option<String> {
     let file = file.display();
     let text = || format!("{file} does not match the model, the rest is loaded: {report}");
     (!report.is_exact()).then(text)
+}
+
+/// Returns a warning about values that are not finite, if there are any.
+fn non_finite(file: &Path, report: &Report) -> Option<String> {
+    let names = &report.non_finite;
+    let shown = names.len().min(6);
+    let more = if shown < names.len() { ", ..." } else { "" };
+    let text = || {
+        format!(
+            "{}: not finite: {}{more}; the loss will not be either",
+            file.display(),
+            names[..shown].join(", ")
+        )
+    };
+    (!names.is_empty()).then(text)
 }
 
 /// Returns the reason why weights cannot be loaded from `path`, if its name or absence implies it.
@@ -156,9 +211,12 @@ impl Runner {
         };
         let Some(path) = path else { return Ok(false) };
         let is_origin = self.start.load_from.as_ref() == Some(&path);
-        match self.start.load_options.file(&path).filter(|_| is_origin) {
-            Some(file) => self.load_file(&path, &file)?,
-            None => self.load_checkpoint_weights(&path)?,
+        let file = self.start.load_options.file(&path).filter(|_| is_origin);
+        // Rank 0 decides, because another rank may see another directory.
+        let is_file = (self.group.rank() == 0).then_some(file.is_some());
+        match broadcast_object(&self.group, is_file, 0)? {
+            true => self.load_file(&path, &file.unwrap_or_else(|| path.clone()))?,
+            false => self.load_checkpoint_weights(&path)?,
         }
         Ok(true)
     }
@@ -166,7 +224,10 @@ impl Runner {
     /// Loads weights by name from a file of another program. Rank 0 reads them for all ranks.
     pub(super) fn load_file(&mut self, path: &Path, file: &Path) -> Result<()> {
         let loaded = match self.group.rank() {
-            0 => Some(self.start.load_options.load(file, &mut *self.engine)),
+            0 => {
+                let lora = self.configured.lora.as_ref();
+                Some(self.start.load_options.load(file, lora, &mut *self.engine))
+            }
             _ => None,
         };
         let why = loaded.as_ref().map(|loaded| loaded.as_ref().err().cloned());
@@ -179,18 +240,28 @@ impl Runner {
         self.note_origin(path, &loaded_model.meta);
         let Some(Ok((report, converted))) = loaded else { return Ok(()) };
         let count = specs(&*self.engine).len();
-        let from = format!("{} ({} of {count} tensors)", file.display(), report.used);
+        let mut from = format!("{} ({} of {count} tensors)", file.display(), report.used);
+        if report.doubles > 0 {
+            from += &format!(", {} tensors of F64 converted to F32", report.doubles);
+        }
         self.log_loaded(&from, &converted);
-        if let Some(text) = difference(file, &report) {
+        for text in [difference(file, &report), non_finite(file, &report)].into_iter().flatten() {
             self.logger().warning(&text);
         }
         Ok(())
     }
 
     fn load_checkpoint_weights(&mut self, path: &Path) -> Result<()> {
-        let loaded = checkpoint::load(path)?;
+        let read = checkpoint::load(path).and_then(|loaded| {
+            self.check_lora(path, loaded.meta.lora.as_ref(), false)?;
+            loaded.check_weights(&*self.engine)?;
+            Ok(loaded)
+        });
+        let loaded = self.agreed(path, read)?;
+        self.start.loaded = Loaded::Part;
         let converted = loaded.load_weights(&mut *self.engine)?;
         self.tell_of_weights(&loaded)?;
+        self.start.loaded = Loaded::Nothing;
         self.note_origin(path, &loaded.meta);
         self.log_loaded(&path.display().to_string(), &converted);
         if self.start.resume {
@@ -198,6 +269,46 @@ impl Runner {
             self.position = loaded.meta.position;
         }
         Ok(())
+    }
+
+    /// Returns the checkpoint that this rank has read from `path` and checked, if every rank has
+    /// read the same: nothing of the run has changed by then.
+    pub(super) fn agreed(&self, path: &Path, read: Result<Checkpoint>) -> Result<Checkpoint> {
+        let own = match &read {
+            Ok(loaded) => Ok(loaded.digest()),
+            Err(error) => Err(error.to_string()),
+        };
+        let all = match self.group.world_size() {
+            1 => return read,
+            _ => all_gather_object::<Result<u32, String>>(&self.group, &own)?,
+        };
+        let loaded = read?;
+        let failed =
+            all.iter().enumerate().find_map(|(rank, own)| Some((rank, own.as_ref().err()?)));
+        if let Some((rank, why)) = failed {
+            return Err(Error::Checkpoint(format!("rank {rank}: {why}")));
+        }
+        match all.iter().position(|other| *other != all[0]) {
+            Some(rank) => Err(Error::Checkpoint(format!(
+                "rank {rank} has another checkpoint at {} than rank 0: all ranks must see the same files; use a work \
+                 directory that they share, or copy rank 0's checkpoint to the other nodes",
+                path.display()
+            ))),
+            None => Ok(loaded),
+        }
+    }
+
+    /// Returns an error if this run has other adapters than `saved`, those of the weights at
+    /// `path`; `all` also compares what only training uses.
+    pub(super) fn check_lora(
+        &self,
+        path: &Path,
+        saved: Option<&LoraOptions>,
+        all: bool,
+    ) -> Result<()> {
+        let (Some(saved), Some(own)) = (saved, &self.configured.lora) else { return Ok(()) };
+        let Some(difference) = saved.difference(own, all) else { return Ok(()) };
+        Err(unreadable(path, &trained_with(&difference)))
     }
 
     /// Lets hooks load the model as well, without their state.

@@ -10,7 +10,7 @@ use tracing::info_span;
 
 use super::{Hook, Runner};
 use crate::Result;
-use crate::checkpoint::{self, Position, WorkDirLock};
+use crate::checkpoint::{self, Position, WorkDirLock, check_name};
 use crate::model::LoraOptions;
 
 /// A request for a checkpoint.
@@ -92,8 +92,10 @@ impl Runner {
     ///
     /// # Errors
     ///
-    /// Those of [`checkpoint::save`](crate::checkpoint::save), on every rank.
+    /// Those of [`checkpoint::save`](crate::checkpoint::save), on every rank; a name that a
+    /// checkpoint cannot have is refused at once.
     pub fn save_checkpoint(&mut self, save: Save) -> Result<bool> {
+        std::iter::once(&save.name).chain(&save.replaces).try_for_each(|n| check_name(n))?;
         self.check_all_losses()?;
         if let Some(what) = self.find_non_finite()? {
             let text = format!("{} is not saved: {what} not finite", save.name);

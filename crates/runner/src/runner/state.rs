@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use collective::ProcessGroup;
-use collective::object::all_gather_object;
+use collective::object::{all_gather_object, broadcast_object};
 use serde_json::Value;
 
 use super::loading::Loaded;
@@ -14,7 +14,7 @@ use crate::checkpoint::{
 };
 use crate::data::Layout;
 use crate::engine::TensorSpec;
-use crate::schedulers::{Scheduler, differences};
+use crate::schedulers::differences;
 use crate::{Error, Result};
 
 impl Runner {
@@ -61,6 +61,7 @@ impl Runner {
             contents.extra.clear();
         }
         if self.group.rank() == 0 {
+            self.renew_lock()?;
             let path = checkpoint::save(self.output.work_dir(), &save.name, contents)?;
             self.remove_checkpoints(&[checkpoint::aside(&path)]);
         }
@@ -153,10 +154,11 @@ impl Runner {
     /// broadcasts rank 0's model.
     pub(crate) fn begin_training(&mut self) -> Result<()> {
         let is_done = match self.start.loaded {
-            Loaded::Nothing => false,
+            Loaded::Nothing | Loaded::Part => false,
             Loaded::Model => !self.start.resume,
             Loaded::Run => true,
         };
+        self.check_whole()?;
         if !is_done && !self.load_or_resume()? {
             self.broadcast_model()?;
         }
@@ -172,25 +174,71 @@ impl Runner {
         }
         let found = self.find_checkpoint()?;
         let Some(path) = found.path else {
+            self.check_absent()?;
             self.start_fresh(&found)?;
             return Ok(false);
         };
-        if path.is_file() {
+        let is_file = (self.group.rank() == 0).then(|| path.is_file());
+        if broadcast_object(&self.group, is_file, 0)? {
             // The run that starts from these weights has saved nothing yet.
             self.load_file(&path, &path)?;
             return Ok(true);
         }
-        let loaded = checkpoint::load(&path)?;
-        self.check_order(&path, &loaded.meta)?;
-        let Some(optim) = &loaded.optim else {
-            return Err(Error::Checkpoint(without_optimizer(&path)));
-        };
+        let read = checkpoint::load(&path).and_then(|loaded| {
+            self.check_resumable(&path, &loaded)?;
+            Ok(loaded)
+        });
+        let loaded = self.agreed(&path, read)?;
+        self.start.loaded = Loaded::Part;
+        self.resume_from(&path, &loaded)?;
+        self.start.loaded = Loaded::Nothing;
+        self.mend_pointer(&path);
+        Ok(true)
+    }
+
+    /// Makes `last_checkpoint` name the newest checkpoint, from which this run has resumed: the run
+    /// that saved it may have been killed before.
+    fn mend_pointer(&mut self, path: &Path) {
+        let is_newest = self.start.load_from.as_deref() != Some(path);
+        let is_own = is_newest && path.parent() == Some(self.work_dir());
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return };
+        if self.group.rank() == 0
+            && is_own
+            && let Err(why) = checkpoint::point_to(self.work_dir(), name)
+        {
+            self.logger().warning(&why.to_string());
+        }
+    }
+
+    /// Returns an error for a checkpoint that this run cannot resume from, without changing
+    /// anything.
+    fn check_resumable(&self, path: &Path, loaded: &Checkpoint) -> Result<()> {
+        self.check_order(path, &loaded.meta)?;
+        if loaded.optim.is_none() {
+            return Err(Error::Checkpoint(without_optimizer(path)));
+        }
+        let (was, is) = (loaded.meta.schedulers.len(), self.schedules.all().len());
+        if was != is {
+            return Err(Error::Checkpoint(format!(
+                "{} has {was} schedulers, but this run has {is}: resume with as many in param_scheduler, or {WEIGHTS_ALONE}",
+                path.display()
+            )));
+        }
+        self.check_lora(path, loaded.meta.lora.as_ref(), true)?;
+        loaded.check_model(&*self.engine)
+    }
+
+    /// Takes the state of a checkpoint that all ranks have read and checked.
+    fn resume_from(&mut self, path: &Path, loaded: &Checkpoint) -> Result<()> {
         self.position = loaded.meta.position.clone();
         let takeover = self.take_place(&loaded.meta)?;
-        self.resume_schedulers(&path, &loaded.meta.schedulers)?;
+        let texts = self.schedules.resume(&loaded.meta.schedulers)?;
+        self.warn_of_kept(&texts);
+        if let Some(optim) = &loaded.optim {
+            self.optim.load_state_dict(optim).map_err(|why| loaded.refused(why))?;
+        }
         loaded.load_model(&mut *self.engine)?;
-        self.load_trained(&loaded)?;
-        self.optim.load_state_dict(optim).map_err(|why| loaded.refused(why))?;
+        self.load_trained(loaded)?;
         self.keep_hyper_params(&loaded.meta.hyper_params);
         self.scale_rates(&takeover)?;
         let rank = self.group.rank();
@@ -215,19 +263,29 @@ impl Runner {
         }
         let share = takeover.gradient_share;
         loaded.load_gradients(rank, share, self.engine.params(), &mut *self.model)?;
-        self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, &loaded))?;
+        self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, loaded))?;
         self.load_buffers(loaded.own(rank)?)?;
         for (_, hook) in &mut self.hooks {
             if let Some(state) = loaded.meta.hooks.get(hook.name()) {
                 hook.load_state_dict(state)?;
             }
         }
-        self.note_origin(&path, &loaded.meta);
+        self.note_origin(path, &loaded.meta);
         self.note_resumable(self.position.configured_iter());
         let (epoch, iter) = (self.position.epoch, self.position.iter);
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
-        Ok(true)
+        Ok(())
+    }
+
+    /// Returns an error if an earlier attempt to load a checkpoint has changed a part of this run.
+    pub(super) fn check_whole(&self) -> Result<()> {
+        if self.start.loaded != Loaded::Part {
+            return Ok(());
+        }
+        Err(Error::Checkpoint(
+            "an earlier call could load a checkpoint only in part: build the run again".to_owned(),
+        ))
     }
 
     /// Loads the trained model of a checkpoint that contains averages of `EMAHook`, in a run
@@ -251,6 +309,32 @@ impl Runner {
     #[must_use]
     pub fn is_resuming(&self) -> bool {
         self.start.resume
+    }
+
+    /// Returns an error on every rank if rank 0 sees no checkpoint in the work directory, but
+    /// another rank does: the run would begin anew without it.
+    fn check_absent(&self) -> Result<()> {
+        if self.group.world_size() == 1 {
+            return Ok(());
+        }
+        let own = match self.group.rank() {
+            0 => None,
+            _ => match checkpoint::newest(self.work_dir()) {
+                Ok(found) => found.path.map(|path| path.display().to_string()),
+                Err(why) => Some(why.to_string()),
+            },
+        };
+        let all = all_gather_object(&self.group, &own)?;
+        let Some((rank, what)) =
+            all.iter().enumerate().find_map(|(r, own)| Some((r, own.as_ref()?)))
+        else {
+            return Ok(());
+        };
+        Err(Error::Checkpoint(format!(
+            "rank 0 sees no checkpoint in {}, but rank {rank} does ({what}): all ranks must see the same files; use a \
+             work directory that they share, or copy the checkpoint to rank 0's node",
+            self.work_dir().display()
+        )))
     }
 
     /// Starts a new run if no checkpoint was found; returns an error if one was saved without its
@@ -301,20 +385,6 @@ impl Runner {
                  sampler, from a checkpoint between two epochs, or {WEIGHTS_ALONE}"
             ));
         }
-        Ok(())
-    }
-
-    /// Resumes a checkpoint's schedulers; warns if they differ from those of the configuration.
-    fn resume_schedulers(&mut self, path: &Path, saved: &[Scheduler]) -> Result<()> {
-        let (was, is) = (saved.len(), self.schedules.all().len());
-        if was != is {
-            return Err(Error::Checkpoint(format!(
-                "{} has {was} schedulers, but this run has {is}: resume with as many in param_scheduler, or {WEIGHTS_ALONE}",
-                path.display()
-            )));
-        }
-        let texts = self.schedules.resume(saved)?;
-        self.warn_of_kept(&texts);
         Ok(())
     }
 

@@ -52,6 +52,20 @@ impl Runner {
         Ok(())
     }
 
+    /// Makes sure that this run still has the work directory to itself, before it saves there.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if another run has locked it.
+    pub(super) fn renew_lock(&mut self) -> Result<()> {
+        let Some(mut lock) = self.status.lock.take() else { return Ok(()) };
+        let work_dir = self.work_dir().to_owned();
+        let logger = self.logger();
+        let renewed = lock.renew(&work_dir, &mut |text| logger.warning(text));
+        self.status.lock = Some(lock);
+        renewed
+    }
+
     /// Returns a checkpoint in the work directory, unless this run resumes from there.
     fn find_other_run(&self) -> Result<Option<PathBuf>> {
         let work_dir = self.work_dir();

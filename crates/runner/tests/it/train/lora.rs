@@ -86,11 +86,75 @@ fn published_weights_load_into_a_plain_model_of_equal_accuracy() {
 }
 
 #[test]
+fn adapters_of_other_options_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let work_dir = dir.path().join("a");
+    killed(&config(), &work_dir, 2, 17);
+    let state = || fs::read(work_dir.join("epoch_1/state.json")).unwrap();
+    let before = state();
+    let changes = [
+        ("alpha = 3", "alpha = 12", "lora.alpha = 3, but this run has 12"),
+        ("rank = 2", "rank = 4", "lora.rank = 2, but this run has 4"),
+        ("dropout = 0.25", "dropout = 0.5", "lora.dropout = 0.25, but this run has 0.5"),
+        ("'layers.0'", "'layers.1'", "trained with lora = { rank = 2, alpha = 3, targets = "),
+    ];
+    for (from, to, says) in changes {
+        let changed = config().replace(from, to);
+        let resumed = run(&changed, &work_dir, 2, |builder, _| builder.resume(true));
+        let checkpoint = work_dir.join("epoch_1");
+        let loaded =
+            run(&changed, &dir.path().join("b"), 1, |builder, _| builder.load_from(&checkpoint));
+        let file = checkpoint.join("model.safetensors");
+        let by_name =
+            run(&changed, &dir.path().join("c"), 1, |builder, _| builder.load_from(&file));
+        // Dropout belongs to training: another run may have another one.
+        let is_dropout = to.starts_with("dropout");
+        for outcome in resumed {
+            let said = outcome.unwrap_err().to_string();
+            assert!(said.contains(says), "{said}");
+        }
+        for outcome in loaded {
+            assert_eq!(outcome.is_ok(), is_dropout, "{to}");
+            let said = outcome.err().map(|e| e.to_string()).unwrap_or_default();
+            assert!(is_dropout || said.contains(says), "{said}");
+        }
+        for outcome in by_name {
+            assert_eq!(outcome.is_ok(), is_dropout, "{to}");
+        }
+        for name in ["b", "c"] {
+            let _ = fs::remove_dir_all(dir.path().join(name));
+        }
+    }
+    assert_eq!(state(), before);
+    resume(&config(), &work_dir, 2);
+}
+
+#[test]
+fn adapter_of_peft_with_another_alpha_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    run(&config(), &dir.path().join("a"), 1, |builder, _| builder).remove(0).unwrap();
+    let adapter = dir.path().join("adapter_model.safetensors");
+    let options = ExportOptions { adapter: true, ..ExportOptions::default() };
+    export(&dir.path().join("a/epoch_2"), &adapter, options).unwrap();
+    let from = format!(
+        "load_from = {{ checkpoint = '{}', revise_keys = [['^base_model\\.model\\.', '']] }}\n",
+        adapter.display()
+    );
+    let load = |config: &str, name: &str| {
+        run(&format!("{from}{config}"), &dir.path().join(name), 1, |builder, _| builder).remove(0)
+    };
+    load(&config(), "b").unwrap();
+    let said = load(&config().replace("alpha = 3", "alpha = 4"), "c").unwrap_err().to_string();
+    assert!(said.contains("lora.alpha = 3, but this run has 4"), "{said}");
+}
+
+#[test]
 fn target_without_a_match_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let config = config().replace("'layers.0'", "'layer.0'");
     let said = run(&config, dir.path(), 1, |builder, _| builder).remove(0).unwrap_err().to_string();
-    assert!(said.contains("lora: `layer.0` fits no fully connected layer"), "{said}");
+    let names = "lora: `layer.0` fits no fully connected layer of the model, which has `layers.0`, `layers.1`";
+    assert!(said.contains(names), "{said}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod midway;
 mod more;
 mod overflow;
 mod pretrained;
+mod same_files;
 mod saving;
 mod stream;
 mod workers;
@@ -352,7 +353,8 @@ fn renamed_checkpoint_is_found() {
     // Killed while `epoch_1` was being replaced.
     std::fs::rename(dir.path().join("epoch_1"), dir.path().join(".epoch_1.old")).unwrap();
     resume(MLP, dir.path(), 2);
-    assert!(log(dir.path()).contains(".epoch_1.old: epoch 1, iteration 12"));
+    assert!(log(dir.path()).contains("epoch_1: epoch 1, iteration 12"));
+    assert!(!dir.path().join(".epoch_1.old").exists());
 }
 
 /// Checks the error of each rank: rank 1's contains `reason`, the others' contain rank 1's error.

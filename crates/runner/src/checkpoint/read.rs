@@ -1,0 +1,126 @@
+//! Reads and verifies checkpoints.
+
+use std::fs;
+use std::path::Path;
+
+use fused_optim::StateDict;
+use serde_json::Value;
+
+use super::files::{check_seal, crc32, file_meta};
+use super::{Checkpoint, FORMAT, MODEL, Meta, OPTIMIZER, STATE};
+use crate::model::LoraOptions;
+use crate::optim_wrapper::OptimWrapperState;
+use crate::{Error, Result};
+
+/// Why a checkpoint cannot be read.
+#[derive(Debug)]
+pub(crate) struct Fault {
+    pub(super) why: Error,
+    /// Whether it is damaged or incomplete, so that an earlier one may take its place. A checkpoint
+    /// of another version, or one that cannot be read at the moment, may be intact: a run that
+    /// resumed from an earlier one would replace it.
+    pub(super) is_damaged: bool,
+}
+
+impl Fault {
+    fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Self {
+        Self { why: damaged(path, file, why), is_damaged: true }
+    }
+
+    pub(super) fn io(path: &Path, file: &str, why: &std::io::Error) -> Self {
+        use std::io::ErrorKind::{InvalidData, IsADirectory, NotADirectory, NotFound};
+        let absent = [InvalidData, IsADirectory, NotADirectory, NotFound];
+        if absent.contains(&why.kind()) {
+            return Self::damaged(path, file, why);
+        }
+        let text = format!(
+            "{why}; the checkpoint may be intact: try again, or remove it to resume from an earlier one"
+        );
+        Self { why: damaged(path, file, text), is_damaged: false }
+    }
+}
+
+impl From<Fault> for Error {
+    fn from(fault: Fault) -> Self {
+        fault.why
+    }
+}
+
+/// Reads `state.json` of a checkpoint.
+pub(crate) fn load_meta(path: &Path) -> Result<Meta> {
+    Ok(read_state(path)?.0)
+}
+
+/// Reads and verifies `state.json`. Returns it with its CRC-32.
+fn read_state(path: &Path) -> Result<(Meta, u32), Fault> {
+    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, &e))?;
+    // The format is read first: other formats may have another checksum.
+    let known = serde_json::from_slice::<Value>(&state).unwrap_or_default();
+    if let Some(format) = known["format"].as_u64()
+        && format != u64::from(FORMAT)
+    {
+        let model = path.join(MODEL);
+        let why = format!(
+            "format {format} is not supported; this version reads {FORMAT}: resume with the version that wrote it, \
+             load only its weights (load_from = \"{}\", in another work directory), or remove it",
+            model.display()
+        );
+        let is_damaged = known["export"] == true;
+        return Err(Fault { why: damaged(path, STATE, why), is_damaged });
+    }
+    check_seal(&state).map_err(|e| Fault::damaged(path, STATE, e))?;
+    let meta = serde_json::from_slice(&state).map_err(|e| Fault::damaged(path, STATE, e))?;
+    Ok((meta, crc32(&state)))
+}
+
+/// Returns the LoRA options of the checkpoint in the directory, of any format, without verifying
+/// it.
+pub(crate) fn lora_options(path: &Path) -> Option<LoraOptions> {
+    let state = serde_json::from_slice::<Value>(&fs::read(path.join(STATE)).ok()?).ok()?;
+    serde_json::from_value(state.get("lora")?.clone()).ok()
+}
+
+/// Reads a checkpoint and verifies every file against the recorded checksum.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`] naming the file that is missing, truncated or damaged.
+pub fn load(path: &Path) -> Result<Checkpoint> {
+    Ok(read(path)?)
+}
+
+pub(super) fn read(path: &Path) -> Result<Checkpoint, Fault> {
+    let (meta, digest) = read_state(path)?;
+    let (mut model, mut optim) = (Vec::new(), None);
+    for file in &meta.files {
+        let bytes = read_verified(path, &meta, &file.name)?;
+        match file.name.as_str() {
+            MODEL => model = bytes,
+            OPTIMIZER => {
+                let optimizer = StateDict::from_safetensors(&bytes)
+                    .map_err(|e| Fault::damaged(path, OPTIMIZER, e))?;
+                optim = Some(OptimWrapperState { optimizer, loss_scaler: meta.loss_scaler });
+            }
+            _ => {}
+        }
+    }
+    Ok(Checkpoint { meta, optim, model, path: path.to_owned(), digest })
+}
+
+pub(super) fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Error {
+    Error::Checkpoint(format!("{}: {why}", path.join(file).display()))
+}
+
+/// Reads a file of the checkpoint at `path`, and verifies length and checksum against `meta`.
+pub(super) fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>> {
+    Ok(read_verified(path, meta, name)?)
+}
+
+fn read_verified(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>, Fault> {
+    let bytes = fs::read(path.join(name)).map_err(|e| Fault::io(path, name, &e))?;
+    if !meta.files.contains(&file_meta(name, &bytes)) {
+        let why = "damaged: length or checksum differ from state.json";
+        return Err(Fault::damaged(path, name, why));
+    }
+    Ok(bytes)
+}

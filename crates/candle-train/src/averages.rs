@@ -64,6 +64,8 @@ pub struct DataParallel {
     /// Between `prepare` and `finish`: whether gradients are averaged in the pass.
     active: Option<bool>,
     find_unused: bool,
+    /// Whether every variable needs a gradient.
+    is_strict: bool,
     group: ProcessGroup,
 }
 
@@ -111,6 +113,7 @@ impl DataParallel {
         let params = variables.params.iter().map(param).collect::<Result<Vec<_>>>()?;
         let vars: Vec<Var> = variables.params.iter().map(|(_, var)| var.clone()).collect();
         let find_unused = options.find_unused_parameters;
+        let is_strict = !find_unused && !options.static_graph;
         let gradients = if vars.iter().all(|var| var.device().is_cpu()) {
             let reducer = Box::new(Reducer::new(group.clone(), params, options)?);
             Gradients::Host { reducer, dtypes: vars.iter().map(|var| var.dtype()).collect() }
@@ -122,7 +125,8 @@ impl DataParallel {
         let reported = Arc::new(Mutex::new(vec![false; vars.len()]));
         let gradients = Arc::new(Mutex::new(gradients));
         let names = variables.params.iter().map(|(name, _)| name.clone()).collect();
-        Ok(Self { names, vars, index, gradients, reported, active: None, find_unused, group })
+        let active = None;
+        Ok(Self { names, vars, index, gradients, reported, active, find_unused, is_strict, group })
     }
 
     /// The process group.
@@ -173,8 +177,8 @@ impl DataParallel {
         self.active.is_some()
     }
 
-    /// Takes the gradients of a backward pass.
-    pub(crate) fn pass(&mut self, (tape, loss): (Tape, &Tensor), gradient: Tensor) -> Result<()> {
+    /// Takes the gradients of a backward pass; an error if some are missing.
+    pub(crate) fn pass(&self, (tape, loss): (Tape, &Tensor), gradient: Tensor) -> Result<()> {
         let (gradients, reported) = (Arc::clone(&self.gradients), Arc::clone(&self.reported));
         let ready = move |index, gradient: Tensor| {
             gradients.lock().ready(index, &gradient)?;
@@ -182,11 +186,18 @@ impl DataParallel {
             Ok(())
         };
         self.index.backward((tape, loss), gradient, ready, Error::Candle)?;
-        if self.reported.lock().contains(&true) {
+        let (gradients, reported) = (self.gradients.lock(), self.reported.lock());
+        let has_none = !reported.contains(&true);
+        let checks = self.active == Some(true) && self.is_strict;
+        let is_missing =
+            |index: usize| has_none || (checks && !reported[index] && gradients.lacks(index));
+        let names = self.names.iter().enumerate();
+        let names: Vec<_> =
+            names.filter(|(index, _)| is_missing(*index)).map(|(_, name)| name.clone()).collect();
+        if names.is_empty() {
             return Ok(());
         }
-        let (rank, names) = (self.group.rank(), self.names.clone());
-        Err(collective::Error::UnusedParameters { rank, names }.into())
+        Err(collective::Error::UnusedParameters { rank: self.group.rank(), names }.into())
     }
 
     /// Gives the parameters without a gradient in this pass zeros, if they must have one.
@@ -378,6 +389,16 @@ impl Gradients {
             }
         }
         Ok(())
+    }
+
+    /// Whether a parameter that has no gradient in this pass has none of an earlier pass, either; a
+    /// GPU's `finish` checks it.
+    fn lacks(&self, index: usize) -> bool {
+        match self {
+            Self::Host { .. } => self.slice(index).is_none(),
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => false,
+        }
     }
 
     fn finish(&mut self) -> Result<()> {

@@ -481,6 +481,25 @@ fn a_detached_loss_is_refused_also_with_unused_parameters() {
 }
 
 #[test]
+fn a_parameter_unused_on_one_rank_is_named_on_all_and_the_next_step_is_right() {
+    let errors = ranks(2, |group| {
+        let (vars, all) = model(&["a", "b"]);
+        let rank = group.rank();
+        let mut train = sgd(Trainer::builder(&vars).group(group));
+        let good = || loss(&all[0], 1.0)? + loss(&all[1], 1.0)?;
+        let error = train.step(|| if rank == 1 { loss(&all[0], 100.0) } else { good() });
+        train.step(good).unwrap();
+        assert_eq!(weights(&vars), [[-1.0], [-1.0]]);
+        error.unwrap_err().to_string()
+    });
+    assert!(errors[1].contains("find_unused_parameters"), "{errors:?}");
+    assert!(
+        errors.iter().all(|error| error.contains("rank 1") && error.contains('b')),
+        "{errors:?}"
+    );
+}
+
+#[test]
 fn state_of_an_earlier_step_must_be_detached() {
     let forwards: [fn(&Tensor, &Tensor) -> Result<Tensor>; 3] = [
         |w, h| (w * h)?.tanh(),

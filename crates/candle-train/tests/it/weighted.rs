@@ -102,7 +102,8 @@ fn trained(
 #[test]
 fn a_weighted_step_is_the_mean_of_all_tokens() {
     type Options = fn(Builder) -> Builder;
-    let kinds: [(&str, Options, f64); 4] = [
+    let kinds: [(&str, Options, f64); 5] = [
+        ("unused", Builder::find_unused_parameters, 1e-6),
         ("f32", |b| b, 1e-6),
         ("f16", |b| b.f16().loss_scaler(scaler(256.0)), 2e-3),
         ("bf16", Builder::bf16, 2e-2),

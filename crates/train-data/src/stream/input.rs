@@ -81,7 +81,7 @@ impl Input {
     /// number.
     pub(super) fn read_line(&mut self, line: &mut Vec<u8>, limit: u64) -> io::Result<u64> {
         let before = line.len();
-        let read = self.reader().take(limit).read_until(b'\n', line);
+        let read = self.reader(limit).read_until(b'\n', line);
         let read = self.explain(read)? as u64;
         self.place += read;
         if read < limit && !line[before..].ends_with(b"\n") {
@@ -106,7 +106,7 @@ impl Input {
 
     /// Appends up to `count` bytes, fewer only at the end of the file. Returns their number.
     pub(super) fn read_up_to(&mut self, bytes: &mut Vec<u8>, count: u64) -> io::Result<u64> {
-        let read = self.reader().take(count).read_to_end(bytes);
+        let read = self.reader(count).read_to_end(bytes);
         let read = self.explain(read)? as u64;
         self.place += read;
         if read < count {
@@ -155,11 +155,14 @@ impl Input {
         }
     }
 
-    fn reader(&mut self) -> &mut dyn BufRead {
-        match &mut self.bytes {
-            Bytes::Plain(file) => file,
-            Bytes::Gz(bytes) => bytes,
-        }
+    /// Up to `count` bytes; none that were added after the file was listed.
+    fn reader(&mut self, count: u64) -> io::Take<&mut dyn BufRead> {
+        let left = self.listed.bytes.saturating_sub(self.place);
+        let (bytes, count): (&mut dyn BufRead, _) = match &mut self.bytes {
+            Bytes::Plain(file) => (file, count.min(left)),
+            Bytes::Gz(bytes) => (bytes, count),
+        };
+        bytes.take(count)
     }
 }
 

@@ -3,6 +3,7 @@
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde_json::{Map, Value};
 
+use super::text::BYTE_ORDER_MARK;
 use crate::{Array, ArrayData, BoxError, Sample};
 
 /// Replaces the field `text`, a JSON object, by one field per entry.
@@ -10,7 +11,7 @@ use crate::{Array, ArrayData, BoxError, Sample};
 /// A string becomes its UTF-8 bytes, a number an `i64`, or an `f32` if it is written with a point
 /// or an exponent ([`to_floats`](super::to_floats) converts integers as well), true and false a
 /// `bool`. Lists of equal lengths, possibly nested, become an array, of `f32` if one of its numbers
-/// is. A null is an absent field.
+/// is. A null is an absent field. A byte order mark before the object is left out.
 ///
 /// An `f32` has 24 bits: of a time in seconds since 1970, written with a point, only multiples of
 /// 128 s remain. Write such a number as an integer, or subtract the first time.
@@ -23,7 +24,8 @@ pub fn parse_json(mut sample: Sample) -> Result<Sample, BoxError> {
     let ArrayData::U8(line) = sample.take("text")?.into_data() else {
         return Err("the field `text` is not of bytes".into());
     };
-    let Entries(entries) = serde_json::from_slice(&line)?;
+    let object = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line);
+    let Entries(entries) = serde_json::from_slice(object)?;
     for (name, value) in entries {
         if value.is_null() {
             continue;
@@ -202,6 +204,11 @@ mod tests {
         for (name, array) in expected.iter() {
             assert_eq!(parsed.get(name).unwrap(), array);
         }
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_left_out() {
+        assert_eq!(parse("\u{feff}{\"a\": 1}"), parse("{\"a\": 1}"));
     }
 
     #[test]

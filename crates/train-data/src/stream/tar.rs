@@ -8,8 +8,9 @@ use crate::{Array, BoxError, Result, Sample};
 ///
 /// Consecutive files whose paths are equal up to the first dot of their names (`a/7.jpg`,
 /// `a/7.cls`) are one [`Sample`]: one field of bytes per file, named by the rest after that dot in
-/// lower case, and first `__key__`, the part before it. Directories, links and files without a dot
-/// are skipped. A record's files must be consecutive: an archive is to be made of sorted names.
+/// lower case, and first `__key__`, the part before it. Directories, symbolic links, devices and
+/// files without a dot are skipped; a hard link that would be a file of a record is an error, as its
+/// content is elsewhere. A record's files must be consecutive: an archive is to be made of sorted names.
 ///
 /// An archive ends with a block of zeros, without which it is an error: it was cut. Blocks of zeros
 /// may be followed by another archive (`cat a.tar b.tar`), which is read on. A position is a number
@@ -196,8 +197,11 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
                 let name = long_name.take().unwrap_or_else(|| header.name());
                 let size = long_size.take().unwrap_or(size);
                 let place = start.take().unwrap_or(place);
-                let is_file = matches!(kind, b'0' | b'7' | 0);
+                let is_file = matches!(kind, b'0' | b'7' | b'1' | 0);
                 if is_file && let Some((key, extension)) = split(&name).map_err(at)? {
+                    if kind == b'1' {
+                        return Err(at(HARD_LINK.into()).into());
+                    }
                     let is_first = end.is_some();
                     return Ok(Next::File(Entry { place, key, extension, size, is_first }));
                 }
@@ -278,6 +282,8 @@ fn read_header(input: &mut Input, is_after_end: bool) -> Result<Option<Header>, 
     Err(what.into())
 }
 
+const HARD_LINK: &str = "the file is a hard link to another one: make the archive with its content (`tar \
+                         --hard-dereference`)";
 /// Error of an archive without a block of zeros.
 const NO_END: &str = "the archive was cut: it lacks the blocks of zeros of its end; make it anew, or, if it is whole, \
                       append 1024 bytes of zeros";
@@ -600,6 +606,10 @@ pub(super) mod tests {
             (with(file("a.b\u{e9}", b'0', b""))[..whole().len() + 511].to_vec(), "after 511"),
             (whole(), "at byte 1536: the archive was cut: it lacks the blocks of zeros"),
             (vec![], "archive header at byte 0: the archive was cut"),
+            (
+                with(file("b.txt", b'1', b"")),
+                "at byte 1536: the file is a hard link to another one",
+            ),
             (with(file("x", b'M', b"y")), "at byte 1536: entries of kind `M` are not supported"),
             (with([END.to_vec(), vec![1; 600]].concat()), "byte 2560: other bytes follow the end"),
             (with([END.to_vec(), vec![1; 6]].concat()), "byte 2560: the file ends after 6 of its"),

@@ -109,7 +109,7 @@ impl Records for Lines {
 }
 
 /// U+FEFF in UTF-8, which some programs write at the start of a file.
-const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 #[cfg(test)]
 pub(super) mod tests {

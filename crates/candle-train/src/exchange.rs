@@ -64,6 +64,21 @@ impl Trainer {
         }
     }
 
+    /// As [`announce`](Self::announce), and fails on all ranks if the arguments of one are an error.
+    pub(crate) fn announce_result<T>(&self, call: &str, own: Result<T>) -> Result<T> {
+        if self.world_size() == 1 {
+            return own;
+        }
+        let failed = self.compare_calls(call, own.is_err().into())?;
+        match (own, failed.iter().position(|failed| *failed != 0)) {
+            (Ok(_), Some(rank)) => {
+                let text = format!("`Trainer::{call}` failed on rank {rank}, whose error says why");
+                Err(Error::InvalidArgument(text))
+            }
+            (own, _) => own,
+        }
+    }
+
     /// Compares the ranks' calls, and returns the number that each rank gave.
     fn compare_calls(&self, call: &str, own: u64) -> Result<Vec<u64>> {
         let index = CALLS.iter().position(|name| *name == call).expect("a name of `CALLS`");

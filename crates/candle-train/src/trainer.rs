@@ -414,10 +414,10 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// A tensor of several elements; a failure of another rank.
+    /// A tensor of several elements, on any rank; a failure of another rank.
     pub fn mean(&self, value: &Tensor) -> Result<f64> {
-        let value = value.to_dtype(DType::F64)?.flatten_all()?.squeeze(0)?.to_scalar::<f64>()?;
-        let [sum] = self.total("mean", [value])?;
+        let own = || value.to_dtype(DType::F64)?.flatten_all()?.squeeze(0)?.to_scalar::<f64>();
+        let [sum] = self.total("mean", own().map(|value| [value]).map_err(Error::from))?;
         Ok(sum / self.world_size() as f64)
     }
 
@@ -461,13 +461,17 @@ impl Trainer {
     ///
     /// A failure of another rank.
     pub fn sum<V: AsMut<[f64]>>(&self, values: V) -> Result<V> {
-        self.total("sum", values)
+        self.total("sum", Ok(values))
     }
 
-    fn total<V: AsMut<[f64]>>(&self, call: &'static str, mut values: V) -> Result<V> {
-        let all_reduce = |()| Ok(self.group().all_reduce(values.as_mut(), ReduceOp::Sum)?);
-        self.announce(call).and_then(all_reduce).map_err(|error| self.failed(call, error))?;
-        Ok(values)
+    fn total<V: AsMut<[f64]>>(&self, call: &'static str, own: Result<V>) -> Result<V> {
+        let all_reduce = |mut values: V| {
+            self.group().all_reduce(values.as_mut(), ReduceOp::Sum)?;
+            Ok(values)
+        };
+        self.announce_result(call, own)
+            .and_then(all_reduce)
+            .map_err(|error| self.failed(call, error))
     }
 
     /// The process group of all ranks.

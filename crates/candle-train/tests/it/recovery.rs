@@ -500,6 +500,20 @@ fn a_parameter_unused_on_one_rank_is_named_on_all_and_the_next_step_is_right() {
 }
 
 #[test]
+fn a_mean_that_one_rank_cannot_read_is_an_error_on_all() {
+    let errors = ranks(2, |group| {
+        let (vars, _all) = model(&["w"]);
+        let train = sgd(Trainer::builder(&vars).group(group));
+        let value = Tensor::ones(1 + train.rank(), DType::F32, &Device::Cpu).unwrap();
+        let error = train.mean(&value).unwrap_err().to_string();
+        assert_eq!(train.mean(&value.get(0).unwrap()).unwrap(), 1.0);
+        error
+    });
+    assert!(errors[0].contains("`Trainer::mean` failed on rank 1"), "{errors:?}");
+    assert!(errors[1].contains("[2]"), "{errors:?}");
+}
+
+#[test]
 fn state_of_an_earlier_step_must_be_detached() {
     let forwards: [fn(&Tensor, &Tensor) -> Result<Tensor>; 3] = [
         |w, h| (w * h)?.tanh(),

@@ -126,6 +126,7 @@
 //! [`Optimizer::state_dict`] uses PyTorch's names; [`StateDict::to_safetensors`] serializes it.
 //! Loading checks everything before it changes anything, and training resumes with the same
 //! bits as without a restart. [`StateDict::from_torch`] reads the state of a PyTorch optimizer.
+//! [`Optimizer::visit_state`] and [`Optimizer::load_state`] save and load one vector at a time.
 //!
 //! An optimizer identifies a tensor by its index in the list passed to each step. If that order can
 //! differ between processes, as that of candle's `VarMap` does, set names
@@ -163,6 +164,7 @@ mod cpu;
 pub mod cuda;
 mod elementwise;
 mod error;
+mod layout;
 mod names;
 mod norms;
 #[cfg(feature = "npu")]
@@ -180,6 +182,7 @@ pub use clip::{Clip, ClipNorm, TotalNorm, clip_grad_norm, clip_grad_value};
 pub use cpu::CpuOptimizer;
 pub use elementwise::{ElementwiseRule, State};
 pub use error::{Error, Result, StateProblem};
+pub use layout::{ParamLayout, ReadState, StateLayout, VisitState};
 pub use names::ParamSpec;
 pub use optimizer::{
     Applied, DeviceOptimizer, DeviceParam, DeviceParams, FoundInf, GradStats, HalfWeights,

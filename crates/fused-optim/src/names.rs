@@ -4,14 +4,13 @@
 //! differs between processes (as that of candle's `VarMap` does), indices do not identify saved
 //! state. So an optimizer with [names](ParamSpec) saves them, and loads state by name.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::state::{invalid, problem};
-use crate::{Error, Result, StateDict, StateProblem};
+use crate::{Error, Result, StateLayout, StateProblem};
 
 /// A parameter's name, and its shape if known.
 ///
@@ -61,34 +60,27 @@ pub(crate) fn check_unique(params: &[ParamSpec]) -> Result<()> {
     }
 }
 
-/// Brings a state dict into the order of an optimizer with these names, whose groups have the
-/// indices `groups`. Returns the dict as it is if either has no names: state is then matched by
-/// index.
-pub(crate) fn reordered<'a>(
-    dict: &'a StateDict,
+/// The saved index of each of an optimizer's tensors.
+pub(crate) type Indices = BTreeMap<usize, usize>;
+
+/// Matches a saved state with an optimizer with these names, whose groups have the indices
+/// `groups`. Returns the saved groups with this optimizer's indices, and the saved index of each of
+/// its tensors; `None` if either has no names: state is then matched by index.
+pub(crate) fn matched(
+    saved: &StateLayout,
     names: &[ParamSpec],
     groups: &[&[usize]],
-) -> Result<Cow<'a, StateDict>> {
-    if names.is_empty() || dict.params.is_empty() {
-        return Ok(Cow::Borrowed(dict));
+) -> Result<(Vec<Value>, Option<Indices>)> {
+    let json = parse_groups(&saved.param_groups)?;
+    if names.is_empty() || saved.params.is_empty() {
+        return Ok((json, None));
     }
-    let indices = own_indices(&dict.params, names, groups)?;
-    let is_same = indices.iter().all(|(saved, own)| saved == own);
-    let (param_groups, in_order) = reordered_groups(&dict.param_groups, &indices, names, groups)?;
-    if let Some(index) = dict.state.keys().find(|index| !indices.contains_key(index)) {
+    let indices = own_indices(&saved.params, names, groups)?;
+    let json = reordered_groups(json, &indices, names, groups)?;
+    if let Some(index) = saved.state.keys().find(|index| !indices.contains_key(index)) {
         return Err(problem(format!("state.{index}"), StateProblem::Unknown));
     }
-    if is_same && in_order {
-        return Ok(Cow::Borrowed(dict));
-    }
-    let state = dict.state.iter().map(|(index, state)| (indices[index], state.clone()));
-    let params = dict.params.iter().map(|(index, param)| (indices[index], param.clone()));
-    Ok(Cow::Owned(StateDict {
-        kind: dict.kind.clone(),
-        param_groups,
-        state: state.collect(),
-        params: params.collect(),
-    }))
+    Ok((json, Some(indices.into_iter().map(|(saved, own)| (own, saved)).collect())))
 }
 
 /// Maps each saved index to this optimizer's index of the same name and shape.
@@ -122,17 +114,14 @@ fn own_indices(
     }
 }
 
-/// Returns the saved groups with this optimizer's indices, and whether they had these indices
-/// already. Each group must have the same parameters as this optimizer's group of the same index:
-/// schedulers address groups by index.
+/// Returns the saved groups with this optimizer's indices. Each group must have the same parameters
+/// as this optimizer's group of the same index: schedulers address groups by index.
 fn reordered_groups(
-    saved: &str,
+    mut all: Vec<Value>,
     indices: &BTreeMap<usize, usize>,
     names: &[ParamSpec],
     groups: &[&[usize]],
-) -> Result<(String, bool)> {
-    let mut all = parse_groups(saved)?;
-    let mut in_order = true;
+) -> Result<Vec<Value>> {
     for (at, (group, own)) in all.iter_mut().zip(groups).enumerate() {
         let key = format!("param_groups[{at}]");
         let invalid = |text: String| invalid(&key, text);
@@ -153,15 +142,13 @@ fn reordered_groups(
             let name = &names[*own].name;
             return Err(invalid(format!("lacks `{name}`, which is in this optimizer's group")));
         }
-        let own = Value::from(own.to_vec());
-        in_order &= group.get(PARAMS) == Some(&own);
-        group[PARAMS] = own;
+        group[PARAMS] = Value::from(own.to_vec());
     }
-    Ok((Value::Array(all).to_string(), in_order))
+    Ok(all)
 }
 
-/// The groups of a state dict as JSON.
-pub(crate) fn parse_groups(text: &str) -> Result<Vec<Value>> {
+/// The groups of a saved state as JSON.
+fn parse_groups(text: &str) -> Result<Vec<Value>> {
     serde_json::from_str(text)
         .map_err(|source| Error::Format { action: "read param_groups", source: source.into() })
 }

@@ -6,7 +6,11 @@ use std::fmt;
 pub use self::without_cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
 #[cfg(feature = "cuda")]
 pub use crate::cuda::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
-use crate::{Clip, Error, ParamMut, ParamSpec, Result, Slice, StateDict, TotalNorm};
+use crate::state_dict::format;
+use crate::{
+    Clip, Error, ParamMut, ParamSpec, ReadState, Result, Slice, StateDict, StateLayout, TotalNorm,
+    VisitState,
+};
 
 /// A fused optimizer: one call updates every tensor, by most rules in one sweep over memory.
 ///
@@ -76,6 +80,61 @@ pub trait Optimizer: Send + fmt::Debug {
     /// [`Error::WrongKind`]; [`Error::State`] with the entry or the tensor. The optimizer is
     /// unchanged then.
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()>;
+
+    /// The state dict's layout: lengths in place of values. With
+    /// [`visit_state`](Self::visit_state) it saves a state without a copy of all of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`state_dict`](Self::state_dict).
+    fn state_layout(&self) -> Result<StateLayout> {
+        Ok(self.state_dict()?.layout())
+    }
+
+    /// Calls `visit` with the vectors of the state, in the order of the
+    /// [layout](Self::state_layout): each tensor's index, the vector's name, the values. On the CPU
+    /// values are not copied.
+    ///
+    /// # Errors
+    ///
+    /// As [`state_dict`](Self::state_dict); [`Error::Format`] with the first error of `visit`.
+    fn visit_state(&self, visit: &mut VisitState<'_>) -> Result<()> {
+        for (index, state) in self.state_dict()?.state {
+            for (name, values) in state.tensors {
+                visit(index, &name, &values).map_err(format("write the state"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that a state with this layout can be loaded, as
+    /// [`load_state_dict`](Self::load_state_dict) does, and changes nothing.
+    ///
+    /// An optimizer without its own implementation loads zeros, and then its state again.
+    ///
+    /// # Errors
+    ///
+    /// As [`load_state_dict`](Self::load_state_dict).
+    fn check_state(&mut self, saved: &StateLayout) -> Result<()> {
+        let own = self.state_dict()?;
+        let zeros = saved.with_values(&mut |_, _, _| Ok(()))?;
+        let loaded = self.load_state_dict(&zeros);
+        self.load_state_dict(&own)?;
+        loaded
+    }
+
+    /// As [`load_state_dict`](Self::load_state_dict), one vector at a time: `read` writes the
+    /// values of the vector with this saved index and name. On the CPU they are read into the
+    /// optimizer's own memory.
+    ///
+    /// # Errors
+    ///
+    /// As [`load_state_dict`](Self::load_state_dict); [`Error::Format`] with the first error of
+    /// `read`, after which part of the state is lost.
+    fn load_state(&mut self, saved: &StateLayout, read: &mut ReadState<'_>) -> Result<()> {
+        let dict = saved.with_values(read)?;
+        self.load_state_dict(&dict)
+    }
 
     /// Number of parameter groups.
     fn group_count(&self) -> usize;
@@ -216,6 +275,22 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         (**self).load_state_dict(dict)
+    }
+
+    fn state_layout(&self) -> Result<StateLayout> {
+        (**self).state_layout()
+    }
+
+    fn visit_state(&self, visit: &mut VisitState<'_>) -> Result<()> {
+        (**self).visit_state(visit)
+    }
+
+    fn check_state(&mut self, saved: &StateLayout) -> Result<()> {
+        (**self).check_state(saved)
+    }
+
+    fn load_state(&mut self, saved: &StateLayout, read: &mut ReadState<'_>) -> Result<()> {
+        (**self).load_state(saved, read)
     }
 
     fn group_count(&self) -> usize {

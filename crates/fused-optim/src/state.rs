@@ -1,15 +1,15 @@
 //! State of one tensor: created in its first step, saved, checked and loaded.
 
-use std::collections::BTreeMap;
-use std::fmt;
+use std::borrow::Cow;
 use std::ops::{Deref, DerefMut};
+use std::{fmt, io};
 
 use crate::cpu::pages::{Buffer, LINE, Pages};
 use crate::cpu::quant::Codes;
 use crate::cpu::{SLOTS, SlotMut};
 use crate::rule::Hyper;
 use crate::state_dict::MASTER;
-use crate::{DType, Error, ParamState, Result, Slice, StateProblem, cpu};
+use crate::{DType, Error, ParamLayout, ParamState, Result, Slice, StateProblem, cpu};
 
 /// The state of one tensor. All vectors have the tensor's length, unless the rule is
 /// [by tensor](Hyper::BY_TENSOR).
@@ -105,59 +105,149 @@ impl TensorState {
     }
 
     pub(crate) fn save<H: Hyper>(&self, hyper: &H) -> ParamState {
-        let names = hyper.slots().iter().copied().map(String::from);
-        let slots = names.zip(self.slots.iter().map(Slot::values));
-        let used = slots.filter(|(_, values)| !H::BY_TENSOR || !values.is_empty());
-        let mut tensors: BTreeMap<_, _> = used.collect();
-        tensors.extend(self.master.iter().map(|master| (MASTER.into(), master.to_vec())));
-        ParamState { step: self.step, tensors }
+        let tensors = self.vectors_of(hyper).into_iter();
+        let tensors = tensors.map(|(name, vector)| (name.to_owned(), vector.values().into_owned()));
+        ParamState { step: self.step, tensors: tensors.collect() }
     }
 
-    /// Checks and loads one tensor's saved state; `count` is its length if known. Infinities and
-    /// NaNs are accepted: everything that can be saved can be loaded.
-    pub(crate) fn load<H: Hyper>(
+    pub(crate) fn layout<H: Hyper>(&self, hyper: &H) -> ParamLayout {
+        let lengths = self.vectors_of(hyper).into_iter();
+        let tensors = lengths.map(|(name, vector)| (name.to_owned(), vector.len())).collect();
+        ParamLayout { step: self.step, tensors }
+    }
+
+    /// The saved vectors, in order of their names.
+    pub(crate) fn vectors_of<H: Hyper>(&self, hyper: &H) -> Vec<(&'static str, Vector<'_>)> {
+        let slots = hyper.slots().iter().copied().zip(self.slots.iter().map(Vector::Slot));
+        let used = slots.filter(|(_, vector)| !H::BY_TENSOR || vector.len() > 0);
+        let mut all: Vec<_> = used.collect();
+        all.extend(self.master.as_ref().map(|master| (MASTER, Vector::Master(master))));
+        all.sort_by_key(|(name, _)| *name);
+        all
+    }
+
+    /// Checks one tensor's saved state; `count` is its length if known, `rows` the number of its
+    /// rows if its shape is known.
+    pub(crate) fn check<H: Hyper>(
         index: usize,
-        saved: &ParamState,
+        saved: &ParamLayout,
         hyper: &H,
         mut count: Option<usize>,
-        eight_bits: bool,
-        pages: &mut Pages,
-    ) -> Result<Self> {
+    ) -> Result<()> {
         let slots = hyper.slots();
         let key = |name: &str| format!("state.{index}.{name}");
         if !(1..=i64::MAX as u64).contains(&saved.step) {
             return Err(invalid(key("step"), format!("{} is not a step count", saved.step)));
         }
-        for (name, values) in &saved.tensors {
+        for (name, &got) in &saved.tensors {
             if name != MASTER && !slots.contains(&name.as_str()) {
                 return Err(problem(key(name), StateProblem::Unknown));
             }
-            let (expected, got) = (*count.get_or_insert(values.len()), values.len());
+            let expected = *count.get_or_insert(got);
             if got != expected && !H::BY_TENSOR {
                 return Err(problem(key(name), StateProblem::Length { expected, got }));
             }
         }
-        let slot = |(at, name): (usize, &&str)| {
-            let values = saved.tensors.get(*name).map(|values| &values[..]);
-            let values = values.or(if H::BY_TENSOR { Some(&[]) } else { None });
-            let values = values.ok_or_else(|| problem(key(name), StateProblem::Missing))?;
-            if eight_bits {
-                let mut codes = Codes::new(values.len(), is_signed(name));
-                codes.view(0).encode(0, values, |key| key as u32);
-                return Ok(Slot::Codes(codes));
-            }
-            // The weight's alignment is not known here.
-            let mut slot = Values::new(at, 0, 0.0, values.len(), pages);
-            slot.copy_from_slice(values);
-            Ok(Slot::F32(slot))
+        let missing = slots.iter().find(|name| !saved.tensors.contains_key(**name));
+        match missing.filter(|_| !H::BY_TENSOR) {
+            Some(name) => Err(problem(key(name), StateProblem::Missing)),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a saved state of a rule by tensor has the lengths for a tensor of `count` elements
+    /// in `rows` rows.
+    pub(crate) fn is_saved_for<H: Hyper>(
+        saved: &ParamLayout,
+        hyper: &H,
+        count: usize,
+        rows: usize,
+    ) -> bool {
+        let mut slots = hyper.slots().iter().enumerate();
+        slots.all(|(at, name)| saved_len(saved, name) == hyper.slot_len(at, count, rows))
+            && saved.tensors.get(MASTER).is_none_or(|master| *master == count)
+    }
+
+    /// Whether this state has the vectors of a saved one.
+    pub(crate) fn has_layout<H: Hyper>(&self, saved: &ParamLayout, hyper: &H) -> bool {
+        let names = hyper.slots().iter().zip(&self.slots);
+        let mut lengths = names.map(|(name, slot)| slot.len() == saved_len(saved, name));
+        let master = self.master.as_ref().map(|master| master.len());
+        lengths.all(|is_equal| is_equal) && master == saved.tensors.get(MASTER).copied()
+    }
+
+    /// Reads one tensor's [checked](Self::check) state, into `own` if it has the same vectors.
+    /// Infinities and NaNs are accepted: everything that can be saved can be loaded.
+    pub(crate) fn load<H: Hyper>(
+        saved: &ParamLayout,
+        hyper: &H,
+        own: Option<Self>,
+        eight_bits: bool,
+        pages: &mut Pages,
+        mut read: impl FnMut(&str, &mut [f32]) -> io::Result<()>,
+    ) -> io::Result<Self> {
+        let new = || Self {
+            step: 0,
+            master: saved.tensors.get(MASTER).map(|count| pages.alloc(*count)),
+            slots: hyper
+                .slots()
+                .iter()
+                .enumerate()
+                .map(|(at, name)| {
+                    let count = saved_len(saved, name);
+                    match eight_bits {
+                        true => Slot::Codes(Codes::new(count, is_signed(name))),
+                        // The weight's alignment is not known here.
+                        false => Slot::F32(Values::new(at, 0, 0.0, count, pages)),
+                    }
+                })
+                .collect(),
         };
-        let slots = slots.iter().enumerate().map(slot).collect::<Result<_>>()?;
-        let master = saved.tensors.get(MASTER).map(|values| {
-            let mut master = pages.alloc(values.len());
-            master.copy_from_slice(values);
-            master
-        });
-        Ok(Self { step: saved.step, master, slots })
+        let mut state = own.filter(|own| own.has_layout(saved, hyper)).unwrap_or_else(new);
+        state.step = saved.step;
+        let names = hyper.slots().iter().zip(&mut state.slots);
+        for (name, slot) in names.filter(|(name, _)| saved.tensors.contains_key(**name)) {
+            match slot {
+                Slot::F32(values) => read(name, values)?,
+                Slot::Codes(codes) => {
+                    let mut values = vec![0.0; codes.len()];
+                    read(name, &mut values)?;
+                    codes.view(0).encode(0, &values, |key| key as u32);
+                }
+            }
+        }
+        if let Some(master) = &mut state.master {
+            read(MASTER, master)?;
+        }
+        Ok(state)
+    }
+}
+
+/// Length of a saved vector; 0 if there is none.
+fn saved_len(saved: &ParamLayout, name: &str) -> usize {
+    saved.tensors.get(name).copied().unwrap_or(0)
+}
+
+/// One of a tensor's saved vectors.
+pub(crate) enum Vector<'a> {
+    Slot(&'a Slot),
+    Master(&'a Buffer),
+}
+
+impl<'a> Vector<'a> {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Slot(slot) => slot.len(),
+            Self::Master(master) => master.len(),
+        }
+    }
+
+    pub(crate) fn values(&self) -> Cow<'a, [f32]> {
+        match self {
+            Self::Slot(Slot::F32(values)) => Cow::Borrowed(values),
+            Self::Slot(Slot::Codes(codes)) => Cow::Owned(codes.values()),
+            Self::Master(master) => Cow::Borrowed(master),
+        }
     }
 }
 
@@ -179,10 +269,7 @@ impl Slot {
     }
 
     pub(crate) fn values(&self) -> Vec<f32> {
-        match self {
-            Self::F32(values) => values.to_vec(),
-            Self::Codes(codes) => codes.values(),
-        }
+        Vector::Slot(self).values().into_owned()
     }
 
     /// The values; `None` for codes.

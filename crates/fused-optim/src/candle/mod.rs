@@ -16,6 +16,7 @@
 mod cuda;
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
 use candle_core::backprop::GradStore;
@@ -28,8 +29,8 @@ use candle_nn::VarMap;
 pub use self::cuda::lend_on_gpu;
 use crate::rule::Hyper;
 use crate::{
-    Applied, CpuOptimizer, DType, HyperParam, Optimizer, ParamMut, ParamSpec, Slice, SliceMut,
-    StateDict, StepCtl,
+    Applied, CpuOptimizer, DType, HyperParam, Optimizer, ParamMut, ParamSpec, ReadState, Slice,
+    SliceMut, StateDict, StateLayout, StepCtl, VisitState,
 };
 
 /// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`,
@@ -188,13 +189,59 @@ impl<O: Optimizer> VarOptimizer<O> {
     /// The optimizer is unchanged then.
     pub fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         self.check_named("load_state_dict")?;
-        if dict.params.is_empty() && !self.vars.is_empty() {
+        self.check_names_of("load_state_dict", &dict.params)?;
+        self.optimizer.load_state_dict(dict).map_err(Error::wrap)
+    }
+
+    /// As [`Optimizer::state_layout`].
+    ///
+    /// # Errors
+    ///
+    /// As [`state_dict`](Self::state_dict).
+    pub fn state_layout(&self) -> Result<StateLayout> {
+        self.check_named("state_layout")?;
+        self.optimizer.state_layout().map_err(Error::wrap)
+    }
+
+    /// As [`Optimizer::visit_state`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Optimizer::visit_state`].
+    pub fn visit_state(&self, visit: &mut VisitState<'_>) -> Result<()> {
+        self.optimizer.visit_state(visit).map_err(Error::wrap)
+    }
+
+    /// As [`Optimizer::check_state`], by name only.
+    ///
+    /// # Errors
+    ///
+    /// As [`load_state_dict`](Self::load_state_dict).
+    pub fn check_state(&mut self, saved: &StateLayout) -> Result<()> {
+        self.check_named("check_state")?;
+        self.check_names_of("check_state", &saved.params)?;
+        self.optimizer.check_state(saved).map_err(Error::wrap)
+    }
+
+    /// As [`Optimizer::load_state`], by name only.
+    ///
+    /// # Errors
+    ///
+    /// As [`load_state_dict`](Self::load_state_dict), and [`Optimizer::load_state`].
+    pub fn load_state(&mut self, saved: &StateLayout, read: &mut ReadState<'_>) -> Result<()> {
+        self.check_named("load_state")?;
+        self.check_names_of("load_state", &saved.params)?;
+        self.optimizer.load_state(saved, read).map_err(Error::wrap)
+    }
+
+    fn check_names_of(&self, call: &str, saved: &BTreeMap<usize, ParamSpec>) -> Result<()> {
+        if saved.is_empty() && !self.vars.is_empty() {
             bail!(
-                "load_state_dict: the state has no names, so its order of variables is not known: save it with \
+                "{call}: the state has no names, so its order of variables is not known: save it with \
                  `VarOptimizer::state_dict`, or write names and shapes into `StateDict::params`"
             );
         }
-        self.optimizer.load_state_dict(dict).map_err(Error::wrap)
+        Ok(())
     }
 
     fn check_named(&self, call: &str) -> Result<()> {

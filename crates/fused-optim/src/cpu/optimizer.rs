@@ -3,7 +3,8 @@
 use crate::core::Core;
 use crate::rule::{Hyper, group_methods};
 use crate::{
-    Applied, HalfWeights, Optimizer, ParamGroup, ParamMut, Result, Slice, StateDict, StepCtl,
+    Applied, HalfWeights, Optimizer, ParamGroup, ParamMut, ReadState, Result, Slice, StateDict,
+    StateLayout, StepCtl, VisitState,
 };
 
 /// An optimizer on the CPU. `H` is the rule's hyper-parameters, for example
@@ -80,6 +81,22 @@ impl<H: Hyper> Optimizer for CpuOptimizer<H> {
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         self.core.load_state_dict(dict)
+    }
+
+    fn state_layout(&self) -> Result<StateLayout> {
+        Ok(self.core.state_layout())
+    }
+
+    fn visit_state(&self, visit: &mut VisitState<'_>) -> Result<()> {
+        self.core.visit_state(visit)
+    }
+
+    fn check_state(&mut self, saved: &StateLayout) -> Result<()> {
+        self.core.check_state(saved)
+    }
+
+    fn load_state(&mut self, saved: &StateLayout, read: &mut ReadState<'_>) -> Result<()> {
+        self.core.load_state(saved, read)
     }
 
     group_methods!(core);

@@ -13,7 +13,7 @@ use super::{CudaOptimizer, DeviceParam, Gpu, Launches, Tuned};
 use crate::rule::group_methods;
 use crate::{
     Applied, Clip, DeviceOptimizer, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut,
-    Result, StateDict, StepCtl,
+    Result, StateDict, StateLayout, StepCtl, VisitState,
 };
 
 /// Tensors in device memory, lent for a step.
@@ -119,6 +119,18 @@ impl<H: DeviceHyper + std::fmt::Debug> Optimizer for CudaDeviceOptimizer<H> {
 
     fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
         self.cuda().load_state_dict(dict)
+    }
+
+    fn state_layout(&self) -> Result<StateLayout> {
+        self.cuda().state_layout()
+    }
+
+    fn visit_state(&self, visit: &mut VisitState<'_>) -> Result<()> {
+        self.cuda().visit_state(visit)
+    }
+
+    fn check_state(&mut self, saved: &StateLayout) -> Result<()> {
+        self.cuda().check_state(saved)
     }
 
     group_methods!(cuda().core);

@@ -75,7 +75,11 @@ use crate::core::{Core, check_len, check_rows};
 use crate::error::check_aligned;
 use crate::rule::require;
 use crate::state::TensorState;
-use crate::{HalfWeights, HyperParam, ParamGroup, ParamSpec, Result, StateDict, StepCtl};
+use crate::state_dict::{MASTER, format};
+use crate::{
+    HalfWeights, HyperParam, ParamGroup, ParamLayout, ParamSpec, Result, StateDict, StateLayout,
+    StepCtl, VisitState,
+};
 pub use averages::Averages;
 use device::Program;
 pub use device_optimizer::{CudaDeviceOptimizer, DeviceParams};
@@ -206,18 +210,73 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
     ///
     /// [`Error::Cuda`](crate::Error::Cuda).
     pub fn state_dict(&self) -> Result<StateDict> {
-        let steps = self.steps()?;
         let mut states = Vec::new();
-        for (index, group) in self.core.members() {
-            let Some(own) = self.states.get(&index) else { continue };
-            let step = steps.get(&index).copied().unwrap_or(own.step);
-            if step > 0 {
-                let hyper = &self.core.groups()[group].hyper;
-                let state = own.read(&self.device, hyper, own.count.unwrap_or(0))?;
-                states.push((index, TensorState { step, ..state }));
-            }
+        for (index, group, step) in self.stepped()? {
+            states.push((index, self.read_state(index, group, step)?));
         }
         Ok(self.core.state_dict_with(states))
+    }
+
+    /// As [`Optimizer::state_layout`](crate::Optimizer::state_layout). Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda).
+    pub fn state_layout(&self) -> Result<StateLayout> {
+        let mut layout = self.core.state_layout();
+        for (index, group, step) in self.stepped()? {
+            let (own, hyper) = (&self.states[&index], &self.core.groups()[group].hyper);
+            let master = own.master.then_some(MASTER);
+            let names = hyper.slots().iter().copied().chain(master);
+            let count = own.count.unwrap_or(0);
+            let tensors = names.map(|name| (name.to_owned(), count)).collect();
+            layout.state.insert(index, ParamLayout { step, tensors });
+        }
+        Ok(layout)
+    }
+
+    /// As [`Optimizer::visit_state`](crate::Optimizer::visit_state), with a copy of one tensor's
+    /// state at a time. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`](crate::Error::Cuda); [`Error::Format`](crate::Error::Format) with the first
+    /// error of `visit`.
+    pub fn visit_state(&self, visit: &mut VisitState<'_>) -> Result<()> {
+        for (index, group, step) in self.stepped()? {
+            let state = self.read_state(index, group, step)?;
+            for (name, vector) in state.vectors_of(&self.core.groups()[group].hyper) {
+                visit(index, name, &vector.values()).map_err(format("write the state"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Index, group and step count of each tensor that has taken a step.
+    fn stepped(&self) -> Result<Vec<(usize, usize, u64)>> {
+        let steps = self.steps()?;
+        let stepped = self.core.members().filter_map(|(index, group)| {
+            let own = self.states.get(&index)?;
+            let step = steps.get(&index).copied().unwrap_or(own.step);
+            (step > 0).then_some((index, group, step))
+        });
+        Ok(stepped.collect())
+    }
+
+    fn read_state(&self, index: usize, group: usize, step: u64) -> Result<TensorState> {
+        let (own, hyper) = (&self.states[&index], &self.core.groups()[group].hyper);
+        let state = own.read(&self.device, hyper, own.count.unwrap_or(0))?;
+        Ok(TensorState { step, ..state })
+    }
+
+    /// As [`Optimizer::check_state`](crate::Optimizer::check_state).
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn check_state(&self, saved: &StateLayout) -> Result<()> {
+        let known = |index| self.states.get(&index)?.count;
+        self.core.checked(saved, known).map(drop)
     }
 
     /// As [`Optimizer::set_param_names`](crate::Optimizer::set_param_names), in the order of

@@ -4,7 +4,8 @@
 //! Invariant: every argument is checked before the first write, so an error never leaves a step
 //! half done.
 
-use std::borrow::Cow;
+mod saved;
+
 use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
@@ -13,13 +14,12 @@ use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
 use crate::cpu::{BLOCK, Block, FirstSweep, GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
 use crate::names::{self, PARAMS};
-use crate::param::rows;
 use crate::rule::{Hyper, OwnClip, require};
-use crate::state::{Slot, TensorState, invalid, problem};
+use crate::state::{Slot, TensorState, invalid};
 use crate::state_dict::{MASTER, STEP};
 use crate::{
     Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, HyperParam, ParamGroup, ParamMut,
-    ParamSpec, Result, Slice, SliceMut, StateDict, StateProblem, StepCtl, cpu, norms, sweep,
+    ParamSpec, Result, Slice, SliceMut, StepCtl, cpu, norms, sweep,
 };
 
 /// An optimizer with the rule `H`.
@@ -343,108 +343,6 @@ impl<H: Hyper> Core<H> {
         self.check_count(params.len())?;
         Ok(has_states)
     }
-
-    pub(crate) fn state_dict(&self) -> StateDict {
-        let groups = self.groups.iter().map(group_to_json).collect();
-        let state = self.tensors.iter().filter_map(|(&index, tensor)| {
-            let hyper = &self.groups[tensor.group].hyper;
-            tensor.state.as_ref().map(|state| (index, state.save(hyper)))
-        });
-        let named = self.tensors.keys().filter_map(|&index| Some((index, self.names.get(index)?)));
-        StateDict {
-            kind: H::KIND.into(),
-            param_groups: Value::Array(groups).to_string(),
-            state: state.collect(),
-            params: named.map(|(index, param)| (index, param.clone())).collect(),
-        }
-    }
-
-    /// State dict with these states, read from a device.
-    #[cfg(any(feature = "cuda", feature = "npu"))]
-    pub(crate) fn state_dict_with(
-        &self,
-        states: impl IntoIterator<Item = (usize, TensorState)>,
-    ) -> StateDict {
-        let mut core = self.clone();
-        for (index, state) in states {
-            core.tensors.entry(index).and_modify(|tensor| tensor.state = Some(state));
-        }
-        core.state_dict()
-    }
-
-    /// Checks the kind of a state dict and brings its tensors into this optimizer's order.
-    fn reordered<'a>(&self, dict: &'a StateDict) -> Result<Cow<'a, StateDict>> {
-        if dict.kind != H::KIND {
-            return Err(Error::WrongKind { expected: H::KIND, got: dict.kind.clone() });
-        }
-        let groups: Vec<_> = self.groups.iter().map(|group| &*group.params).collect();
-        names::reordered(dict, &self.names, &groups)
-    }
-
-    pub(crate) fn load_state_dict(&mut self, dict: &StateDict) -> Result<()> {
-        let known = |index| self.tensors[&index].state.as_ref()?.lengths().next();
-        (self.groups, self.tensors) = self.loaded(dict, known)?;
-        Ok(())
-    }
-
-    /// The core after a load, and the states for the device to keep. `known` is the length of a
-    /// tensor; `None` where the device does not know it.
-    #[cfg(any(feature = "cuda", feature = "npu"))]
-    pub(crate) fn load_for_device(
-        &self,
-        dict: &StateDict,
-        known: impl Fn(usize) -> Option<usize>,
-    ) -> Result<(Self, BTreeMap<usize, TensorState>)> {
-        let (groups, mut tensors) = self.loaded(dict, known)?;
-        let take = |(index, tensor): (&usize, &mut Tensor)| Some((*index, tensor.state.take()?));
-        let states = tensors.iter_mut().filter_map(take).collect();
-        Ok((Self { groups, tensors, ..self.clone() }, states))
-    }
-
-    fn loaded(
-        &self,
-        dict: &StateDict,
-        known: impl Fn(usize) -> Option<usize>,
-    ) -> Result<(Vec<ParamGroup<H>>, Tensors)> {
-        let dict = &*self.reordered(dict)?;
-        let groups = self.groups_from_json(dict)?;
-        if let Some(index) = dict.state.keys().find(|index| !self.tensors.contains_key(index)) {
-            return Err(problem(format!("state.{index}"), StateProblem::Unknown));
-        }
-        let room = dict.state.values().map(|saved| {
-            let kept = saved.tensors.iter().filter(|(name, _)| !self.eight_bits || *name == MASTER);
-            TensorState::room(kept.map(|(_, values)| values.len()))
-        });
-        let mut pages = Pages::new(room.fold(0, usize::saturating_add));
-        let load = |(&index, tensor): (&usize, &Tensor)| {
-            let known = known(index).or_else(|| self.named_count(index));
-            let hyper = &groups[tensor.group].hyper;
-            let state = dict.state.get(&index).map(|saved| {
-                TensorState::load(index, saved, hyper, known, self.eight_bits, &mut pages)
-            });
-            let state = state.transpose()?;
-            let shape = self.names.get(index).and_then(|param| param.shape.as_deref());
-            if let (Some(state), Some(shape), true) = (&state, shape, H::BY_TENSOR)
-                && !state.fits(hyper, self.named_count(index).unwrap_or(0), rows(shape))
-            {
-                return Err(invalid(format!("state.{index}"), format!("not of shape {shape:?}")));
-            }
-            Ok((index, Tensor { group: tensor.group, state }))
-        };
-        let tensors = self.tensors.iter().map(load).collect::<Result<_>>()?;
-        Ok((groups, tensors))
-    }
-
-    /// The saved groups; an error if their tensors are not those of this optimizer's groups.
-    fn groups_from_json(&self, dict: &StateDict) -> Result<Vec<ParamGroup<H>>> {
-        let saved = names::parse_groups(&dict.param_groups)?;
-        if saved.len() != self.groups.len() {
-            let text = format!("expected {} groups, got {}", self.groups.len(), saved.len());
-            return Err(invalid("param_groups", text));
-        }
-        let groups = saved.into_iter().zip(&self.groups).enumerate();
-        groups.map(|(at, (saved, own))| group_from_json(at, saved, own)).collect()
-    }
 }
 
 /// Tensors of all groups that have a gradient, by ascending index.
@@ -538,13 +436,6 @@ fn piece<'a, H: Hyper>(
     }
 }
 
-/// PyTorch's layout: hyper-parameters and `params` in one object.
-fn group_to_json<H: Hyper>(group: &ParamGroup<H>) -> Value {
-    let mut json = json_of(&group.hyper).unwrap_or_default();
-    json.insert(PARAMS.to_owned(), group.params.clone().into());
-    json.into()
-}
-
 /// Hyper-parameters by name. Those of a user's [`ElementwiseRule`](crate::ElementwiseRule) may have
 /// no names, which is an error when a group is added.
 pub(crate) fn json_of<H: Hyper>(hyper: &H) -> Result<Map<String, Value>> {
@@ -570,24 +461,4 @@ fn check_names(slots: &[&str], hyper: &Map<String, Value>) -> Result<()> {
         true => Err(invalid(PARAMS, "reserved for state dicts")),
         false => Ok(()),
     }
-}
-
-fn group_from_json<H: Hyper>(
-    at: usize,
-    mut saved: Value,
-    own: &ParamGroup<H>,
-) -> Result<ParamGroup<H>> {
-    let key = format!("param_groups[{at}]");
-    let invalid = |text: String| invalid(&*key, text);
-    let params = saved.as_object_mut().and_then(|group| group.remove(PARAMS));
-    if params != Some(own.params.clone().into()) {
-        return Err(invalid(format!("`params` differ from this optimizer's: {:?}", own.params)));
-    }
-    let hyper = H::deserialize(&saved).map_err(|error| invalid(error.to_string()))?;
-    // Serde reads a missing field as its default; a saved group must have all.
-    if let Some(key) = json_of(&own.hyper)?.keys().find(|key| saved.get(key).is_none()) {
-        return Err(invalid(format!("missing field `{key}`")));
-    }
-    hyper.validate().map_err(|error| invalid(error.to_string()))?;
-    Ok(ParamGroup { hyper, params: own.params.clone() })
 }

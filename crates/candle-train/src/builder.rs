@@ -1,6 +1,7 @@
 //! [`Builder`]: builds a [`Trainer`] from options, the process group, and an optimizer on the
 //! variables' device.
 
+use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -233,6 +234,8 @@ impl Builder {
             skips: 0,
             max_consecutive_skips: max_skips,
             seed: self.seed,
+            saves: RefCell::default(),
+            torn: None,
         })
     }
 }

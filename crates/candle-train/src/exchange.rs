@@ -31,8 +31,8 @@ pub(crate) struct OpenStep {
 }
 
 impl Trainer {
-    /// Begins a batch of this count: before the first of a step ranks compare their calls, agree on
-    /// the unit of counts, and get rank 0's statistics of norm layers.
+    /// Begins a batch of this count: before the first of a step ranks compare their calls and agree
+    /// on the unit of counts.
     pub(crate) fn begin_batch(&mut self, call: &'static str, count: f64) -> Result<()> {
         let is_first = self.open.call.is_none();
         if is_first || self.open.unit == 0.0 {
@@ -45,7 +45,6 @@ impl Trainer {
             };
         }
         if is_first {
-            self.variables.broadcast_buffers(self.averages.group())?;
             self.open.call = Some(call);
         }
         Ok(())

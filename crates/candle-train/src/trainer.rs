@@ -1,5 +1,6 @@
 //! [`Trainer`]: one call per batch.
 
+use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::PoisonError;
@@ -17,6 +18,7 @@ use train_data::{Accumulation, BatchRole};
 use crate::age::check_age;
 use crate::averages::{DataParallel, View};
 use crate::exchange::OpenStep;
+use crate::state::Places;
 use crate::variables::Variables;
 use crate::{Error, Result};
 
@@ -57,6 +59,9 @@ pub struct Trainer {
     pub(crate) skips: usize,
     pub(crate) max_consecutive_skips: usize,
     pub(crate) seed: u64,
+    pub(crate) saves: RefCell<Places>,
+    /// Error of a `resume` that has failed after it had changed part of the state.
+    pub(crate) torn: Option<String>,
 }
 
 /// Factor of the learning rates as a function of the number of steps taken.
@@ -69,8 +74,12 @@ impl Trainer {
     /// `forward` runs with dropout, under autocast, on a [tape](candle_ops::record()): it must not
     /// call `backward`. In mixed precision a step with gradients that are not finite is skipped,
     /// and the loss scale is reduced; changes by the last batch to the statistics of norm layers
-    /// are undone then. Variables must not be changed elsewhere between steps: those of `f16` and
-    /// `bf16` have `f32` master weights.
+    /// are undone then.
+    ///
+    /// After a change of variables elsewhere, as by `VarMap::load`, which has to be the same on all
+    /// ranks, call `optimizer().refresh_masters()` if they are of `f16` or `bf16`: the next step
+    /// would set them back to their `f32` masters. During a step operators on variables fail in
+    /// other threads.
     ///
     /// A step is the mean of the losses of its batches and ranks, whatever the number of samples or
     /// tokens of each; if they differ, use [`step_weighted`](Self::step_weighted).
@@ -152,6 +161,11 @@ impl Trainer {
         let ended = self.end_batch(count, role, own);
         let ended = ended.and_then(|(loss, applied)| {
             self.restore_lost(&statistics, applied)?;
+            if applied.is_some() {
+                // After the step and not before the next one: an evaluation, and a run resumed from
+                // what rank 0 saves, have the same statistics on all ranks.
+                self.variables.broadcast_buffers(self.averages.group())?;
+            }
             Ok(loss.detach())
         });
         if ended.is_err() {
@@ -187,7 +201,7 @@ impl Trainer {
             self.drop_gradients();
         }
         self.averages.prepare(role.steps)?;
-        self.check_map()?;
+        self.check_whole()?;
         let refused = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
         if self.open.call != Some(call) {
             return refused("`step` and `step_weighted` were called for batches of one step");
@@ -289,10 +303,31 @@ impl Trainer {
         self.open.count = 0.0;
     }
 
-    /// Returns an error for variables created after this trainer: they would be neither trained nor
-    /// saved.
+    /// Returns an error after a `resume` that has changed part of the state, or for another map.
+    pub(crate) fn check_whole(&self) -> Result<()> {
+        match &self.torn {
+            Some(reason) => Err(Error::InvalidArgument(format!(
+                "`resume` has failed when it had changed part of the state ({reason}): resume again, or build a new \
+                 trainer"
+            ))),
+            None => self.check_map(),
+        }
+    }
+
+    /// Returns an error for variables created after this trainer, which would be neither trained nor
+    /// saved, and for variables that are no longer in the map.
     pub(crate) fn check_map(&self) -> Result<()> {
         let map = self.map.data().lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, var) in self.variables.all() {
+            let text = match map.get(name) {
+                Some(now) if now.id() == var.id() => continue,
+                Some(_) => {
+                    format!("variable `{name}` has been replaced in the `VarMap`: use `Var::set`")
+                }
+                None => format!("variable `{name}` has been removed from the `VarMap`"),
+            };
+            return Err(Error::InvalidArgument(format!("{text}, or build a new trainer")));
+        }
         if map.len() == self.variables.all().count() {
             return Ok(());
         }

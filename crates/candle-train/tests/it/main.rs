@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test")]
 
 mod by_hand;
+mod checkpoint;
 #[path = "../../../collective/tests/it/common/collector.rs"]
 mod collector;
 mod errors;

@@ -175,12 +175,15 @@ fn a_stream_goes_on_after_the_batch_that_the_saved_model_was_trained_on() {
         let (vars, _net) = model(5);
         let mut train = trainer(&vars, &group);
         let error = train.resume_with::<u32>(folder.join("parts")).unwrap_err().to_string();
-        assert!(error.contains("2 ranks saved it, each with something of its own"), "{error}");
+        assert!(error.contains("2 ranks saved it, each with data of its own"), "{error}");
         assert!(error.contains("this run has 3: resume with 2"), "{error}");
         assert_eq!((train.steps(), weights(&vars)), (0, weights(&model(5).0)));
         train.save(folder.join("plain"), 1).unwrap();
         let error = train.resume_with::<u32>(folder.join("plain")).unwrap_err().to_string();
-        assert!(error.contains("it was saved by `save`; resume it by `resume`"), "{error}");
+        assert!(
+            error.contains("it was saved by `save`, without data of the ranks: call `resume`"),
+            "{error}"
+        );
     });
 }
 

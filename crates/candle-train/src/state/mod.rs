@@ -1,0 +1,84 @@
+//! Saves a run, and resumes it bit by bit.
+//!
+//! A checkpoint is one safetensors file: the variables by their names, so that it is a model file
+//! as well, and further entries, whose names begin with [`PREFIX`]: the vectors of the optimizer's
+//! state, the ranks' own data, and [`TRAINER`], which is JSON. Rank 0 writes it, one entry at a
+//! time. A file of format 1 has the optimizer's state in one entry, [`OPTIMIZER`], and the ranks'
+//! own data in [`TRAINER`].
+//!
+//! Invariant: each rank verifies and checks the whole file, and all ranks agree that they have the
+//! same one, before any state changes. A rank that fails makes all fail, with its reason.
+
+mod file;
+mod place;
+mod resume;
+mod save;
+
+use amp::ScalerState;
+use collective::object::all_gather_object;
+use fused_optim::StateLayout;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+pub(crate) use self::place::Places;
+use crate::{Result, Trainer};
+
+/// Beginning of the names of entries that are not variables.
+const PREFIX: &str = "candle_train.";
+const TRAINER: &str = "candle_train.trainer";
+/// In format 1.
+const OPTIMIZER: &str = "candle_train.optimizer";
+
+/// Name of the entry of a vector of the optimizer's state.
+fn optimizer_entry(index: usize, name: &str) -> String {
+    format!("{OPTIMIZER}.{index}.{name}")
+}
+
+/// Name of the entry of a rank's own data, in CBOR: JSON has neither infinity nor NaN.
+fn own_entry(rank: usize) -> String {
+    format!("{PREFIX}own.{rank}")
+}
+
+/// The state of a run besides vectors.
+#[derive(Debug, Serialize, Deserialize)]
+struct Progress {
+    format: u32,
+    epoch: usize,
+    steps: u64,
+    /// Absent in format 1.
+    #[serde(default)]
+    seed: Option<u64>,
+    scaler: Option<ScalerState>,
+    /// The learning rates by parameter group, before the schedule's factors.
+    base_lrs: Vec<f64>,
+    /// The number of random words drawn by dropout, by rank.
+    random_positions: Vec<u64>,
+    /// Absent in format 1.
+    #[serde(default)]
+    optimizer: Option<StateLayout>,
+    /// The argument of `save_with`, by rank; only in format 1.
+    #[serde(default, skip_serializing)]
+    own: Vec<Value>,
+}
+
+const FORMAT: u32 = 2;
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+impl Trainer {
+    /// Exchanges the ranks' results. If one has failed, all have its reason.
+    fn exchange<T: Serialize + DeserializeOwned>(
+        &self,
+        own: Result<T, String>,
+    ) -> Result<Result<Vec<T>, String>> {
+        let all = all_gather_object(self.group(), &own)?;
+        let named = |(rank, result): (usize, Result<T, String>)| {
+            result.map_err(|reason| match self.world_size() {
+                1 => reason,
+                _ => format!("rank {rank}: {reason}"),
+            })
+        };
+        Ok(all.into_iter().enumerate().map(named).collect())
+    }
+}

@@ -7,8 +7,8 @@
 //! number of permits, `count * prefetch_factor`, however slow the consumer is.
 //!
 //! Dropping the iterator drops the consumer's ends of all channels, which stops the feeder and the
-//! workers after their current jobs; long jobs of this crate end early, see [`is_stopped`]. The drop
-//! waits for that, at most [`LINGER`]; slower threads are detached and end after their job.
+//! workers after their current jobs; long jobs of this crate end early, see [`is_stopped`]. The
+//! drop waits for that, at most [`LINGER`]; slower threads are detached and end after their job.
 
 use std::any::Any;
 use std::cell::RefCell;

@@ -14,8 +14,8 @@ pub(super) const MAX_RECORD: u64 = 1 << 30;
 
 /// Bytes of a file with the position: the number of (decompressed) bytes before it.
 ///
-/// The file must not change while it is read: where its bytes end, or cannot be read, it is compared
-/// with its state when it was listed.
+/// The file must not change while it is read: where its bytes end, or cannot be read, it is
+/// compared with its state when it was listed.
 pub(super) struct Input {
     bytes: Bytes,
     place: u64,

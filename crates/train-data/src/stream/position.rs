@@ -17,8 +17,8 @@ pub struct StreamPosition {
 }
 
 impl StreamPosition {
-    /// Number of passes completed. With the last record of a pass it is that of the next pass, if the
-    /// stream repeats; otherwise it stays 0.
+    /// Number of passes completed, which grows with the last record of a pass. Of a stream that
+    /// does not repeat it stays 0.
     #[must_use]
     pub const fn pass(&self) -> u64 {
         self.start.pass

@@ -9,8 +9,9 @@ use crate::{Array, BoxError, Result, Sample};
 /// Consecutive files whose paths are equal up to the first dot of their names (`a/7.jpg`,
 /// `a/7.cls`) are one [`Sample`]: one field of bytes per file, named by the rest after that dot in
 /// lower case, and first `__key__`, the part before it. Directories, symbolic links, devices and
-/// files without a dot are skipped; a hard link that would be a file of a record is an error, as its
-/// content is elsewhere. A record's files must be consecutive: an archive is to be made of sorted names.
+/// files without a dot are skipped; a hard link that would be a file of a record is an error, as
+/// its content is elsewhere. A record's files must be consecutive, as in an archive of sorted
+/// names.
 ///
 /// An archive ends with a block of zeros, without which it is an error: it was cut. Blocks of zeros
 /// may be followed by another archive (`cat a.tar b.tar`), which is read on. A position is a number
@@ -260,8 +261,8 @@ impl Header {
     }
 }
 
-/// Reads a header, or a block of zeros; `None` at the end of the file. `is_after_end`: after a block
-/// of zeros.
+/// Reads a header, or a block of zeros; `None` at the end of the file. `is_after_end`: after a
+/// block of zeros.
 fn read_header(input: &mut Input, is_after_end: bool) -> Result<Option<Header>, BoxError> {
     let mut block = Vec::with_capacity(BLOCK);
     let read = input.read_up_to(&mut block, BLOCK as u64)?;

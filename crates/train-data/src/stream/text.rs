@@ -8,10 +8,10 @@ use crate::{Array, BoxError, Result, Sample};
 ///
 /// A line is a [`Sample`] with the single field `text`: its bytes without `\n` or `\r\n`. Empty
 /// lines are records, too. A byte order mark at the start of a file is left out. A position is a
-/// number of bytes, in a `.gz` file of decompressed ones; to resume, such a file is decompressed from
-/// its start. A file must not change as long as the source exists: a size or a time of modification
-/// that differs from those at the call of [`new`](Self::new) is an error, when the file is opened
-/// and at its end.
+/// number of bytes, in a `.gz` file of decompressed ones; to resume, such a file is decompressed
+/// from its start. A file must not change as long as the source exists: a size or a time of
+/// modification that differs from those at the call of [`new`](Self::new) is an error, when the
+/// file is opened and at its end.
 #[derive(Debug)]
 pub struct TextFiles {
     files: Files,

@@ -21,8 +21,8 @@ impl Tokenize {
         Self { encode: Box::new(encode) }
     }
 
-    /// Uses the tokenizer in a file `tokenizer.json`, without the truncation and the padding that may
-    /// be set in it: see [`with`](Self::with). Needs the feature `tokenizers`.
+    /// Uses the tokenizer in a file `tokenizer.json`, without the truncation and the padding that
+    /// may be set in it: see [`with`](Self::with). Needs the feature `tokenizers`.
     ///
     /// # Errors
     ///

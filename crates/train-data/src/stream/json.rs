@@ -1,7 +1,8 @@
 //! `parse_json`: converts a line of JSON to fields.
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
-use serde_json::{Map, Value};
+use serde_json::Value;
+use serde_json::map::{Entry, Map};
 
 use super::text::BYTE_ORDER_MARK;
 use crate::{Array, ArrayData, BoxError, Sample};
@@ -59,10 +60,13 @@ impl<'de> Visitor<'de> for EntriesVisitor {
         while let Some(name) = object.next_key::<String>()? {
             let value = object.next_value();
             let value = value.map_err(|error| A::Error::custom(format!("`{name}`: {error}")))?;
-            if entries.contains_key(&name) {
-                return Err(A::Error::custom(format!("`{name}` is in the object twice")));
+            match entries.entry(name) {
+                Entry::Vacant(entry) => drop(entry.insert(value)),
+                Entry::Occupied(entry) => {
+                    let name = entry.key();
+                    return Err(A::Error::custom(format!("`{name}` is in the object twice")));
+                }
             }
-            entries.insert(name, value);
         }
         Ok(Entries(entries))
     }

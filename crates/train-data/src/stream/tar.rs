@@ -191,8 +191,7 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
             }
             // The name of a link's target; settings of all files, which stand before a file's own.
             kind @ (b'K' | b'g') => {
-                input.skip(size)?;
-                input.skip(padding(size))?;
+                skip_content(input, size)?;
                 if kind == b'K' {
                     start.get_or_insert(place);
                 }
@@ -213,8 +212,7 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
                 has_skipped |= (is_file || kind == b'2') && !name.ends_with(b"/");
                 // Links, devices and directories have no content, regardless of their size.
                 if !matches!(kind, b'1'..=b'6') {
-                    input.skip(size)?;
-                    input.skip(padding(size))?;
+                    skip_content(input, size)?;
                 }
             }
             kind => {
@@ -354,6 +352,11 @@ fn read_small(input: &mut Input, size: u64) -> Result<Vec<u8>, BoxError> {
     input.read_exact(&mut content, size)?;
     input.skip(padding(size))?;
     Ok(content)
+}
+
+fn skip_content(input: &mut Input, size: u64) -> Result<(), BoxError> {
+    input.skip(size)?;
+    Ok(input.skip(padding(size))?)
 }
 
 /// Splits a path at the first dot of its last component, with the rest in lower case; `None`

@@ -5,10 +5,18 @@ use super::{ExactSum, Fields, Metric};
 use crate::{Array, Batch, BoxError};
 
 /// Sum of `-ln softmax(logits)[label]`, and the number of labels.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 struct Likelihood {
     fields: Fields,
-    state: [f64; ExactSum::PARTS + 1],
+    state: [f64; STATE],
+}
+
+const STATE: usize = ExactSum::PARTS + 1;
+
+impl Default for Likelihood {
+    fn default() -> Self {
+        Self { fields: Fields::default(), state: [0.0; STATE] }
+    }
 }
 
 impl Likelihood {
@@ -76,7 +84,7 @@ macro_rules! of_likelihood {
             }
 
             fn reset(&mut self) {
-                self.0.state = Default::default();
+                self.0.state = [0.0; STATE];
             }
         }
     };

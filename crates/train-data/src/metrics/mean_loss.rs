@@ -6,7 +6,8 @@ use crate::{Array, Batch, BoxError};
 
 /// Means over samples of losses that the model returns as outputs, reported by the outputs' names.
 /// An output is `f32`, `f16` or `bf16` and has one value per sample of the batch, or a single
-/// value, their mean.
+/// value, their mean; a batch without samples counts nothing. A loss that is NaN or infinite makes
+/// the mean NaN or infinite.
 #[derive(Clone, Debug)]
 pub struct MeanLoss {
     outputs: Vec<String>,
@@ -46,6 +47,8 @@ impl Metric for MeanLoss {
             })?;
             let mut sum = ExactSum::from_parts(*parts);
             match losses[..] {
+                // The mean of no sample, a NaN, has no weight.
+                [_] if batch.is_empty() => {}
                 [mean] => sum.add(f64::from(mean) * batch.len() as f64),
                 _ if array.shape() == [batch.len()] => {
                     losses.iter().for_each(|loss| sum.add(f64::from(*loss)));

@@ -24,8 +24,10 @@
 //! # Guarantees
 //!
 //! * Values do not depend, to the last bit, on the distribution of samples over ranks and batches:
-//!   counts are exact up to 2^53, losses are summed exactly. A [`MeanLoss`] of one value per batch
-//!   depends on the batches.
+//!   counts are exact up to 2^53, losses are summed exactly over the whole range of `f64`. A
+//!   [`MeanLoss`] of one value per batch depends on the batches.
+//! * A loss that is NaN or infinite makes the mean NaN or infinite; the perplexity of a mean above
+//!   709 is infinite.
 //! * Outputs may be `f32`, `f16` or `bf16`, and are widened without rounding; labels may be `i64`,
 //!   `i32` or `u8`.
 //! * A sample whose logits have a NaN has no predicted class: it counts as wrong, and makes losses

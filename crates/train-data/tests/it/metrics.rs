@@ -173,11 +173,22 @@ fn bits(evaluator: &Evaluator) -> Vec<(String, u64)> {
     numbers.map(|(name, value)| (name, value.to_bits())).collect()
 }
 
+/// Logits of a model, or of one that has diverged.
+fn any_logits() -> impl Strategy<Value = [f32; CLASSES]> {
+    let [usual, huge] = [9.0, f32::MAX].map(|most| prop::array::uniform4(-most..most));
+    prop_oneof![3 => usual, 1 => huge]
+}
+
+/// Losses of a model, or of one that has diverged: any float, also infinite or NaN.
+fn any_loss() -> impl Strategy<Value = f32> {
+    prop_oneof![6 => -1e4f32..1e4, 2 => -f32::MAX..f32::MAX, 1 => any::<f32>()]
+}
+
 proptest! {
     /// Samples may be distributed over ranks and batches in any way, and ranks may have none.
     #[test]
     fn ranks_sum_to_the_bits_of_one(
-        rows in prop::collection::vec((prop::array::uniform4(-9f32..9.0), 0..CLASSES as i64, -1e4f32..1e4), 1..40),
+        rows in prop::collection::vec((any_logits(), 0..CLASSES as i64, any_loss()), 1..40),
         spread in prop::collection::vec((0usize..7, any::<bool>()), 40), ranks in 1usize..7,
     ) {
         let mut one = evaluator();
@@ -285,6 +296,7 @@ fn a_row_with_nan_predicts_nothing() {
     assert!(number(&loss, 0).is_nan());
 }
 
+/// As documented; in torchmetrics it is open which of them comes first.
 #[test]
 fn of_equal_logits_the_first_comes_first() {
     let mut accuracy = Accuracy::new([1, 2]);
@@ -375,6 +387,57 @@ fn losses_are_weighted_by_samples() {
         error,
         "`loss` must be one number, or one for each sample, got shape [2] of 3 samples"
     );
+}
+
+#[test]
+fn losses_of_a_diverged_model_are_huge_or_infinite() {
+    let samples = 80;
+    let batch = Batch::new().with("labels", Array::new([samples], vec![0_i64; samples]).unwrap());
+    for loss in [1e22_f32, 2e19, 1e30, 3e38, f32::MAX, -1e30, f32::INFINITY, f32::NEG_INFINITY] {
+        for values in [vec![loss; samples], vec![loss]] {
+            let mut mean = MeanLoss::default();
+            let losses = Array::new([values.len()], values).unwrap();
+            mean.update(&batch, &[("loss".to_owned(), losses)]).unwrap();
+            assert_eq!(number(&mean, 0), f64::from(loss));
+            mean.reset();
+            assert!(mean.compute().is_err());
+        }
+    }
+    for logit in [1e22_f32, 1e30, 3e38, f32::MAX] {
+        let rows = vec![[0.0, logit]; samples].concat();
+        let outputs = [("logits".to_owned(), Array::new([samples, 2], rows).unwrap())];
+        let (mut loss, mut perplexity) = (CrossEntropy::new(), Perplexity::new());
+        for _ in 0..3 {
+            loss.update(&batch, &outputs).unwrap();
+            perplexity.update(&batch, &outputs).unwrap();
+        }
+        assert_eq!(number(&loss, 0), f64::from(logit));
+        assert_eq!(number(&perplexity, 0), f64::INFINITY);
+        // Several ranks: the states are added up.
+        loss.state().iter_mut().for_each(|part| *part *= 7.0);
+        assert_eq!(number(&loss, 0), f64::from(logit));
+    }
+    // A label that the model holds impossible.
+    let outputs = |logit: f32| {
+        let rows = vec![[f32::NEG_INFINITY, logit]; samples].concat();
+        [("logits".to_owned(), Array::new([samples, 2], rows).unwrap())]
+    };
+    let mut perplexity = Perplexity::new();
+    perplexity.update(&batch, &outputs(1.0)).unwrap();
+    assert_eq!(number(&perplexity, 0), f64::INFINITY);
+    let mut perplexity = Perplexity::new();
+    perplexity.update(&batch, &outputs(f32::NAN)).unwrap();
+    assert!(number(&perplexity, 0).is_nan());
+}
+
+#[test]
+fn the_mean_of_no_samples_has_no_weight() {
+    let mut mean = MeanLoss::default();
+    for (len, loss) in [(2, 3.0), (0, f32::NAN)] {
+        let batch = Batch::new().with("labels", Array::new([len], vec![0_i64; len]).unwrap());
+        mean.update(&batch, &[("loss".to_owned(), Array::scalar(loss))]).unwrap();
+    }
+    assert_eq!(number(&mean, 0), 3.0);
 }
 
 /// A metric that returns this number of records of a batch.

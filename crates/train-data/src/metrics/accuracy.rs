@@ -10,7 +10,9 @@ use crate::{Array, Batch, BoxError};
 /// `accuracy/top1`, `accuracy/top5` and so on.
 ///
 /// Follows: torchmetrics 1.9.0, `MulticlassAccuracy(average="micro", top_k=k)`; names as
-/// MMPretrain's `Accuracy`.
+/// MMPretrain's `Accuracy`. Among equal logits the one with the lowest index comes first here. In
+/// torchmetrics `torch.topk` decides, which promises no order, so that values may differ if the
+/// label's logit equals others at place `k`.
 #[derive(Clone, Debug)]
 pub struct Accuracy {
     topk: Vec<usize>,

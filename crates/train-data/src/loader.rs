@@ -34,6 +34,9 @@ pub struct DataLoader {
     place: usize,
 }
 
+/// Maximum number of samples in an iteration, so that products of sizes and counts do not overflow.
+const MOST_SAMPLES: usize = 1 << 31;
+
 impl std::fmt::Debug for DataLoader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DataLoader")
@@ -51,8 +54,8 @@ impl DataLoader {
     ///
     /// # Errors
     ///
-    /// [`Error::Options`] if the batch size is zero, if the sampler has another length or a rank
-    /// not below the world size, or if there would be no batch.
+    /// [`Error::Options`] if the batch size is zero or far too large, if the sampler has another
+    /// length or a rank not below the world size, or if there would be no batch.
     pub fn new(
         dataset: Arc<dyn Dataset>,
         sampler: DefaultSampler,
@@ -66,6 +69,11 @@ impl DataLoader {
         if rank >= world_size {
             let text = format!("`rank` must be below `world_size`, got {rank} of {world_size}");
             return Err(Error::Options(text));
+        }
+        if batch_size.checked_mul(world_size).is_none_or(|samples| samples > MOST_SAMPLES) {
+            return Err(Error::Options(format!(
+                "batch_size is {batch_size}, on {world_size} ranks: an iteration has at most {MOST_SAMPLES} samples"
+            )));
         }
         if len != dataset.len() {
             let (name, has) = (dataset.name(), dataset.len());
@@ -216,16 +224,22 @@ impl DataLoader {
 
     /// Returns the properties that determine the batches of all ranks.
     pub fn layout(&self) -> Layout {
-        let DefaultSampler { len, shuffle, world_size, .. } = self.sampler;
+        let DefaultSampler { len, shuffle, seed, world_size, round_up, .. } = self.sampler;
         let &Self { batch_size, drop_last, infinite, .. } = self;
-        Layout { samples: len, world_size, batch_size, drop_last, shuffle, infinite }
+        let samples = len;
+        Layout { samples, world_size, batch_size, drop_last, shuffle, infinite, seed, round_up }
     }
 
     /// Returns the loader of rank 0 in another layout that began at `place`. For a data set of
     /// another length it can only count batches.
+    ///
+    /// # Panics
+    ///
+    /// In later calls, if the layout has no ranks or no samples in a batch.
     pub fn with(&self, layout: Layout, place: usize) -> Self {
-        let Layout { samples, world_size, batch_size, drop_last, shuffle, infinite } = layout;
-        let sampler = DefaultSampler { len: samples, shuffle, rank: 0, world_size, ..self.sampler };
+        let Layout { samples, world_size, batch_size, drop_last, shuffle, infinite, .. } = layout;
+        let Layout { seed, round_up, .. } = layout;
+        let sampler = DefaultSampler { len: samples, shuffle, seed, rank: 0, world_size, round_up };
         Self { sampler, batch_size, drop_last, infinite, place, ..self.clone() }
     }
 
@@ -405,7 +419,12 @@ impl Order {
     }
 }
 
-/// Properties that determine the batches of an iteration, in addition to data and seed.
+/// Properties that determine the batches of all ranks, in addition to the data themselves and their
+/// transforms. Two loaders with equal layouts have the same samples in the same batches, so that
+/// the index of a batch means the same in both.
+///
+/// A layout serialized without the last two fields, by an older version, is read as one of seed 0
+/// that rounds up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layout {
     /// Number of samples in the data set.
@@ -420,6 +439,16 @@ pub struct Layout {
     pub shuffle: bool,
     /// Whether epochs have no end.
     pub infinite: bool,
+    /// Seed of the order, and of the samples' random numbers.
+    #[serde(default)]
+    pub seed: u64,
+    /// Whether samples are repeated so that every rank has as many.
+    #[serde(default = "rounds_up")]
+    pub round_up: bool,
+}
+
+const fn rounds_up() -> bool {
+    true
 }
 
 impl Layout {
@@ -556,6 +585,60 @@ mod tests {
             // Relaxed: one thread.
             self.1.fetch_add(1, Ordering::Relaxed);
             self.0.batch(draws)
+        }
+    }
+
+    #[test]
+    fn a_layout_holds_whatever_decides_the_batches() {
+        let base = loader(40, 4, 0, 2);
+        let with = |change: fn(&mut DataLoader)| {
+            let mut loader = base.clone();
+            change(&mut loader);
+            loader
+        };
+        let others = [
+            with(|l| l.sampler.seed = 4),
+            with(|l| l.sampler.shuffle = false),
+            with(|l| l.sampler.round_up = false),
+            with(|l| l.sampler.world_size = 4),
+            with(|l| l.sampler.len = 39),
+            with(|l| l.batch_size = 5),
+            with(|l| l.drop_last = true),
+            with(|l| l.infinite = true),
+        ];
+        for other in &others {
+            assert_ne!(other.layout(), base.layout(), "{:?}", other.layout());
+            let saved = serde_json::to_string(&other.layout()).unwrap();
+            assert_eq!(serde_json::from_str::<Layout>(&saved).unwrap(), other.layout());
+        }
+        // The rank is not a property of the layout of all ranks.
+        assert_eq!(with(|l| l.sampler.rank = 1).layout(), base.layout());
+        // Another layout has the samples of its own loader.
+        let first = |loader: &DataLoader| values(loader.batches(1, 0).next().unwrap());
+        for other in &others {
+            assert_eq!(first(&base.with(other.layout(), 0)), first(other));
+        }
+    }
+
+    #[test]
+    fn a_layout_of_an_older_version_is_read() {
+        let text = r#"{"samples": 40, "world_size": 2, "batch_size": 4, "drop_last": false,
+            "shuffle": true, "infinite": false}"#;
+        let old: Layout = serde_json::from_str(text).unwrap();
+        let mut now = loader(40, 4, 1, 2);
+        assert_ne!(old, now.layout());
+        now.set_seed(0);
+        assert_eq!(old, now.layout());
+    }
+
+    #[test]
+    fn sizes_that_would_overflow_are_refused() {
+        for (batch_size, world_size, rank) in
+            [(usize::MAX, 1, 0), (usize::MAX / 2, 3, 0), (1, usize::MAX, 0), (0, 1, 0), (1, 0, 0)]
+        {
+            let sampler = dealt(10, rank, world_size);
+            let made = DataLoader::new(Arc::new(Counting(10)), sampler, batch_size, false);
+            assert!(matches!(made, Err(Error::Options(_))), "{batch_size} {world_size}");
         }
     }
 

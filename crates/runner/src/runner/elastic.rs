@@ -39,9 +39,10 @@ impl Runner {
     /// splits the remaining samples anew, so that each sample is seen as often as without the
     /// change.
     pub(super) fn take_place(&mut self, meta: &Meta) -> Result<Takeover> {
-        let (was, is) = (meta.layout, self.train_loader()?.layout());
+        let is = self.train_loader()?.layout();
+        let was = in_order_of(meta.layout, is);
         let begun = &mut self.position.begun;
-        let first = begun.first.unwrap_or(was);
+        let first = in_order_of(begun.first.unwrap_or(was), is);
         let counts_for = begun.counts_for.unwrap_or(first.world_size);
         let before = convert_counts(meta.accumulative_counts, counts_for, was.world_size);
         let configured =
@@ -164,7 +165,8 @@ impl Runner {
     /// without epochs.
     pub(super) fn is_inside_epoch(&self, meta: &Meta) -> Result<bool> {
         let Position { epoch, iter, batch, begun, .. } = meta.position;
-        let theirs = self.train_loader()?.with(meta.layout, begun.place);
+        let loader = self.train_loader()?;
+        let theirs = loader.with(in_order_of(meta.layout, loader.layout()), begun.place);
         let place = theirs.place_in(epoch, batch);
         Ok(if meta.by_epoch { place % meta.layout.samples > 0 } else { iter > 0 })
     }
@@ -216,6 +218,12 @@ impl Runner {
         let Some(step_size) = takeover.step_size else { return Ok(()) };
         self.schedules.scale_rates(step_size, &mut self.optim)
     }
+}
+
+/// The layout with the seed and the rounding of `present`: a run keeps its seed ([`Meta::seed`]),
+/// which the loader gets only after its place.
+fn in_order_of(layout: Layout, present: Layout) -> Layout {
+    Layout { seed: present.seed, round_up: present.round_up, ..layout }
 }
 
 /// Converts `accumulative_counts` from `first` to `ranks` ranks, to the nearest size of a step.

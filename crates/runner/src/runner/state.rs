@@ -355,7 +355,7 @@ impl Runner {
     fn check_order(&self, path: &Path, meta: &Meta) -> Result<()> {
         let refuse = |text: String| Err(Error::Checkpoint(format!("{} {text}", path.display())));
         let (was, is) = (meta.layout, self.train_loader()?.layout());
-        if was == Layout::default() {
+        if was.world_size == 0 {
             return refuse(format!("was published without its state: {WEIGHTS_ALONE}"));
         }
         self.check_stream(path, meta)?;

@@ -9,7 +9,11 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 /// single-process batch `k` of the same total size.
 ///
 /// The permutation depends on `seed + epoch`; two runs with equal seeds see the same order, and an
-/// interrupted epoch resumes by skipping, without replaying random numbers.
+/// interrupted epoch resumes by skipping, without replaying random numbers. As in PyTorch's
+/// `DistributedSampler`, epoch 1 of seed 0 therefore has the order of epoch 0 of seed 1: for runs
+/// that are to differ, take seeds further apart than the number of epochs.
+///
+/// `rank` must be below `world_size`, which the methods check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DefaultSampler {
     /// Number of samples in the data set.
@@ -35,28 +39,46 @@ impl DefaultSampler {
     }
 
     /// Number of samples this rank sees per epoch; with `round_up` every rank has as many.
+    ///
+    /// # Panics
+    ///
+    /// If `rank` is not below `world_size`.
     #[must_use]
     pub fn samples_per_rank(&self) -> usize {
         self.share_of(self.len)
     }
 
     /// Number of this rank's samples out of `samples`.
+    ///
+    /// # Panics
+    ///
+    /// If `rank` is not below `world_size`.
     #[must_use]
     pub fn share_of(&self, samples: usize) -> usize {
+        self.check_rank();
         let first = if self.round_up { 0 } else { self.rank };
         samples.saturating_sub(first).div_ceil(self.world_size)
     }
 
     /// Returns this rank's sample indices in `epoch`. If `len` is not a multiple of the world size,
     /// `round_up` continues the permutation from its start.
+    ///
+    /// # Panics
+    ///
+    /// If `rank` is not below `world_size`.
     #[must_use]
     pub fn indices(&self, epoch: usize) -> Vec<usize> {
         self.rest(epoch, 0)
     }
 
     /// As [`indices`](Self::indices), without the first `dealt` samples of the permutation.
+    ///
+    /// # Panics
+    ///
+    /// If `rank` is not below `world_size`.
     #[must_use]
     pub fn rest(&self, epoch: usize, dealt: usize) -> Vec<usize> {
+        self.check_rank();
         let mut order: Vec<usize> = (0..self.len).collect();
         if self.shuffle {
             let seed = self.seed.wrapping_add(epoch as u64);
@@ -67,6 +89,11 @@ impl DefaultSampler {
         let places = dealt..dealt + if self.round_up { rounded } else { left };
         let own = places.skip(self.rank).step_by(self.world_size);
         own.map(|place| order[place % self.len]).collect()
+    }
+
+    fn check_rank(&self) {
+        let Self { rank, world_size, .. } = self;
+        assert!(rank < world_size, "`rank` must be below `world_size`, got {rank} of {world_size}");
     }
 }
 
@@ -105,6 +132,25 @@ mod tests {
         let dealt =
             [0, 1].map(|rank| DefaultSampler { shuffle: false, ..sampler(5, rank, 2) }.indices(3));
         assert_eq!(dealt, [[0, 2, 4], [1, 3, 0]]);
+    }
+
+    #[test]
+    #[should_panic(expected = "`rank` must be below `world_size`, got 0 of 0")]
+    fn no_ranks_are_refused() {
+        let _ = sampler(5, 0, 0).samples_per_rank();
+    }
+
+    #[test]
+    #[should_panic(expected = "`rank` must be below `world_size`, got 2 of 2")]
+    fn a_rank_that_is_none_is_refused() {
+        let _ = sampler(5, 2, 2).indices(0);
+    }
+
+    /// As in PyTorch, which the documentation says.
+    #[test]
+    fn an_epoch_has_the_order_of_the_next_seed_before_it() {
+        let next = DefaultSampler { seed: 8, ..sampler(50, 0, 1) };
+        assert_eq!(sampler(50, 0, 1).indices(1), next.indices(0));
     }
 
     #[test]

@@ -54,6 +54,12 @@ pub trait Dataset: Send + Sync {
         Ok(batch)
     }
 
+    /// Number of random batch transforms in [`finish`](Self::finish). One that is added around them
+    /// draws other random numbers; a data set that wraps another one forwards this.
+    fn batch_transforms(&self) -> usize {
+        0
+    }
+
     /// True if there is no sample.
     fn is_empty(&self) -> bool {
         self.len() == 0
@@ -112,6 +118,10 @@ impl<D: Dataset + ?Sized> Dataset for Arc<D> {
     fn finish(&self, batch: Batch, draws: &[Draw]) -> Result<Batch, BoxError> {
         (**self).finish(batch, draws)
     }
+
+    fn batch_transforms(&self) -> usize {
+        (**self).batch_transforms()
+    }
 }
 
 /// A request for a sample, with the source of its random numbers: a function of seed, pass and
@@ -165,6 +175,47 @@ mod tests {
             }
         }
         assert_eq!(Wrapper::<Vec<Draw>>(std::marker::PhantomData).name(), "Wrapper");
+    }
+
+    /// Notes the number that it draws in a field of the batch.
+    struct Note(&'static str);
+
+    impl crate::transforms::BatchTransform for Note {
+        fn apply(&self, mut batch: Batch, random: &mut SampleRng) -> Result<Batch, BoxError> {
+            batch.set(self.0, crate::Array::scalar(random.next_u64() as i64));
+            Ok(batch)
+        }
+    }
+
+    #[test]
+    fn batch_transforms_of_nested_data_sets_draw_different_numbers() {
+        use crate::transforms::{Pipeline, Transformed};
+
+        struct One;
+        impl Dataset for One {
+            fn len(&self) -> usize {
+                1
+            }
+
+            fn sample(&self, _: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+                Ok(Sample::new().with("x", crate::Array::scalar(1.0_f32)))
+            }
+        }
+        let inner = Transformed::new(One, Pipeline::new()).with_batch_transform(Note("a"));
+        let draws = [Draw { index: 0, seed: 3, pass: 1 }];
+        let alone = inner.finish(Batch::new(), &draws).unwrap();
+        // A data set without batch transforms in between changes nothing.
+        let between = Transformed::new(Arc::new(inner), Pipeline::new());
+        let outer = Transformed::new(between, Pipeline::new()).with_batch_transform(Note("b"));
+        let outer = outer.with_batch_transform(Note("c"));
+        let whole = Transformed::new(outer, Pipeline::new()).with_batch_transform(Note("d"));
+        assert_eq!(whole.batch_transforms(), 4);
+        let batch = whole.finish(Batch::new(), &draws).unwrap();
+        let number = |name| batch.get(name).unwrap().clone();
+        assert_eq!(number("a"), *alone.get("a").unwrap());
+        let numbers = ["a", "b", "c", "d"].map(|name| format!("{:?}", number(name)));
+        let different: std::collections::HashSet<_> = numbers.iter().collect();
+        assert_eq!(different.len(), 4, "{numbers:?}");
     }
 
     #[test]

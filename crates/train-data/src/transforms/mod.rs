@@ -8,9 +8,11 @@
 //!
 //! An image is an array `[channels, height, width]`, of bytes after decoding, of floats after
 //! normalization. Images are read from and written to the field `inputs`, unless [`On`] names
-//! another. Pixels equal torchvision's with Pillow, bit for bit, after resizing, cropping,
-//! flipping, normalization and jitter. Decoded JPEGs differ by a few levels, as usual between
-//! decoders.
+//! another. Pixels of one or three channels equal torchvision's with Pillow, bit for bit, after
+//! resizing, cropping, flipping, normalization and jitter. Two and four channels are treated alike;
+//! Pillow takes the last one for transparency and multiplies the others with it when it resizes.
+//! Decoded JPEGs differ by a few levels, as usual between decoders, and PNGs of 16 bits as
+//! described at `decode`.
 //!
 //! A sample's random numbers are a function of seed, pass and index (see [`Draw`]), so that the
 //! result of a transform depends neither on workers nor on interruptions of a run.
@@ -246,7 +248,13 @@ impl<D: Dataset> Dataset for Transformed<D> {
         };
         let mut random = first.random();
         random.set_stream(!(first.index as u64));
+        // Batch transforms of an inner data set have drawn from the start.
+        random.set_word_pos((self.dataset.batch_transforms() as u128) << 40);
         self.of_batches.iter().try_fold(batch, |batch, t| t.apply(batch, &mut random))
+    }
+
+    fn batch_transforms(&self) -> usize {
+        self.dataset.batch_transforms() + self.of_batches.len()
     }
 }
 

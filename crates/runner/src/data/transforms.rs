@@ -188,11 +188,12 @@ fn normalize(section: &mut Section) -> Result<TransformFactory> {
     let std: Vec<f32> = section.required("std")?;
     if mean.is_empty()
         || mean.len() != std.len()
-        || std.iter().any(|std| *std <= 0.0 || std.is_nan())
+        || mean.iter().any(|mean| !mean.is_finite())
+        || std.iter().any(|std| !(*std > 0.0 && std.is_finite()))
     {
-        return Err(
-            place.error("`mean` and `std` must have equal lengths, and `std` must be positive")
-        );
+        return Err(place.error(
+            "`mean` and `std` must be finite and have equal lengths, and `std` must be positive",
+        ));
     }
     let to_rgb = section.offset_of("to_rgb");
     if !section.or("to_rgb", true)? {
@@ -205,7 +206,7 @@ fn color_jitter(section: &mut Section) -> Result<TransformFactory> {
     let mut ranges = [None; 4];
     let keys = ["brightness", "contrast", "saturation", "hue"];
     for ((key, range), least) in keys.into_iter().zip(&mut ranges).zip([0.0, 0.0, 0.0, -0.5]) {
-        let (middle, most) = if key == "hue" { (0.0, 0.5) } else { (1.0, f64::INFINITY) };
+        let (middle, most) = if key == "hue" { (0.0, 0.5) } else { (1.0, f32::MAX.into()) };
         let place = section.offset_of(key);
         let given: Vec<f64> = section.one_or_more(key)?;
         *range = match given[..] {

@@ -1,7 +1,9 @@
 //! Color jitter that equals Pillow's.
 //!
 //! Follows: torchvision 0.29, `transforms/functional.py` of PIL images, and the parts of Pillow
-//! 13.0 that it calls: `ImageEnhance.py`, `Blend.c`, `Convert.c`. Equal to it bit for bit.
+//! 13.0 that it calls: `ImageEnhance.py`, `Blend.c`, `Convert.c`. Equal to it bit for bit for one
+//! and three channels. With two and four Pillow leaves the last one, transparency, as it is:
+//! [`adjust_brightness`] changes it, too, and the others return an error.
 
 use super::{ImageTransform, bytes, image_shape, random, unfit};
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
@@ -10,8 +12,10 @@ use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes.
+/// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes,
+/// or the factor not a finite number.
 pub fn adjust_brightness(image: Array, factor: f32) -> Result<Array> {
+    check_factor(factor)?;
     let shape = image_shape(&image)?;
     let mut pixels = into_bytes(image)?;
     let table: [u8; 256] = std::array::from_fn(|byte| blend(0, byte as u8, factor));
@@ -23,8 +27,10 @@ pub fn adjust_brightness(image: Array, factor: f32) -> Result<Array> {
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if the image is not of bytes with 1 or 3 channels.
+/// [`Error::Input`](crate::Error::Input) if the image is not of bytes with 1 or 3 channels, or the
+/// factor not a finite number.
 pub fn adjust_contrast(image: Array, factor: f32) -> Result<Array> {
+    check_factor(factor)?;
     let shape = image_shape(&image)?;
     let gray = gray(&image)?;
     let sum: u64 = gray.iter().copied().map(u64::from).sum();
@@ -42,6 +48,7 @@ pub fn adjust_contrast(image: Array, factor: f32) -> Result<Array> {
 ///
 /// As [`adjust_contrast`].
 pub fn adjust_saturation(image: Array, factor: f32) -> Result<Array> {
+    check_factor(factor)?;
     let shape = image_shape(&image)?;
     let gray = gray(&image)?;
     let mut pixels = into_bytes(image)?;
@@ -59,7 +66,7 @@ pub fn adjust_saturation(image: Array, factor: f32) -> Result<Array> {
 /// As [`adjust_contrast`]; a factor out of range.
 pub fn adjust_hue(image: Array, factor: f64) -> Result<Array> {
     if !(-0.5..=0.5).contains(&factor) {
-        return Err(unfit(format!("a hue turns by -0.5 to 0.5, not {factor}")));
+        return Err(unfit(format!("a shift of the hue must be from -0.5 to 0.5, not {factor}")));
     }
     let shape = image_shape(&image)?;
     match shape[0] {
@@ -86,6 +93,13 @@ pub fn adjust_hue(image: Array, factor: f64) -> Result<Array> {
 pub fn grayscale(image: &Array) -> Result<Array> {
     let shape = image_shape(image)?;
     Array::new(shape, gray(image)?.repeat(shape[0]))
+}
+
+fn check_factor(factor: f32) -> Result<()> {
+    match factor.is_finite() {
+        true => Ok(()),
+        false => Err(unfit(format!("a factor must be a finite number, not {factor}"))),
+    }
 }
 
 /// `from + factor * (to - from)`, clipped to 0..=255.
@@ -224,5 +238,34 @@ pub struct RandomGrayscale(pub f64);
 impl ImageTransform for RandomGrayscale {
     fn image(&self, image: Array, random: &mut SampleRng) -> Result<Array, BoxError> {
         if random::unit(random) < self.0 { Ok(grayscale(&image)?) } else { Ok(image) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Draw;
+
+    #[test]
+    fn factors_that_are_no_numbers_are_refused() {
+        let image = || Array::new([3, 1, 2], vec![9_u8, 8, 7, 6, 5, 4]).unwrap();
+        for adjust in [adjust_brightness, adjust_contrast, adjust_saturation] {
+            for factor in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let error = adjust(image(), factor).unwrap_err().to_string();
+                assert!(error.contains("must be a finite number"), "{error}");
+            }
+        }
+        assert!(adjust_hue(image(), f64::NAN).is_err());
+        let range = Some([f64::NAN, 1.0]);
+        let jitters = [
+            ColorJitter { brightness: range, ..Default::default() },
+            ColorJitter { contrast: range, ..Default::default() },
+            ColorJitter { saturation: range, ..Default::default() },
+            ColorJitter { hue: range, ..Default::default() },
+        ];
+        for jitter in jitters {
+            let made = jitter.image(image(), &mut Draw::from(0).random());
+            assert!(made.is_err(), "{jitter:?}");
+        }
     }
 }

@@ -13,16 +13,22 @@ use crate::{Array, ArrayData, Batch, BoxError, Result, SampleRng};
 ///
 /// # Errors
 ///
-/// [`Error::Input`](crate::Error::Input) if a field has another form, or a label is out of range.
+/// [`Error::Input`](crate::Error::Input) if a field has another form, a label is out of range,
+/// there are not as many labels as images, or `lambda` is not from 0 to 1.
 pub fn mix_up(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
     let images = batch.take("inputs")?;
     let shape = images.shape().to_vec();
     let ArrayData::F32(own) = images.into_data() else {
         return Err(unfit("MixUp needs images of f32; normalize them before"));
     };
-    let samples = shape.first().copied().unwrap_or(1);
+    if !(0.0..=1.0).contains(&lambda) {
+        return Err(unfit(format!("`lambda` must be from 0 to 1, got {lambda}")));
+    }
+    let Some(&samples) = shape.first() else {
+        return Err(unfit("MixUp needs images [samples, ...], not a single number"));
+    };
     batch.set("inputs", Array::new(shape, mix(&own, samples, lambda))?);
-    mix_labels(batch, lambda, classes)
+    mix_labels(batch, samples, lambda, classes)
 }
 
 /// Pastes `region` of the previous image into each image. Labels are mixed by area, as in
@@ -42,8 +48,12 @@ pub fn cut_mix(mut batch: Batch, region: Region, classes: usize) -> Result<Batch
     let (Ok(top), Ok(left)) = (usize::try_from(region.top), usize::try_from(region.left)) else {
         return Err(unfit(format!("{region:?} reaches beyond the image")));
     };
-    if top + region.height > height || left + region.width > width {
+    let is_within = |first: usize, count, extent| count <= extent && first <= extent - count;
+    if !is_within(top, region.height, height) || !is_within(left, region.width, width) {
         return Err(unfit(format!("{region:?} reaches beyond {height} x {width}")));
+    }
+    if height == 0 || width == 0 {
+        return Err(unfit(format!("CutMix needs images with pixels, not {shape:?}")));
     }
     let data = with_elements!(images.into_data(), own => {
         let mut mixed = own.clone();
@@ -61,10 +71,10 @@ pub fn cut_mix(mut batch: Batch, region: Region, classes: usize) -> Result<Batch
     });
     batch.set("inputs", Array::new(shape, data)?);
     let part = (region.height * region.width) as f64 / (height * width) as f64;
-    mix_labels(batch, 1.0 - part, classes)
+    mix_labels(batch, samples, 1.0 - part, classes)
 }
 
-fn mix_labels(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
+fn mix_labels(mut batch: Batch, samples: usize, lambda: f64, classes: usize) -> Result<Batch> {
     let labels = batch.take("labels")?;
     let ArrayData::I64(labels) = labels.data() else {
         return Err(unfit(format!(
@@ -72,6 +82,10 @@ fn mix_labels(mut batch: Batch, lambda: f64, classes: usize) -> Result<Batch> {
             labels.data().type_name()
         )));
     };
+    if labels.len() != samples {
+        let labels = labels.len();
+        return Err(unfit(format!("{samples} images cannot be mixed with {labels} labels")));
+    }
     if classes == 0 {
         return Err(unfit("`num_classes` must be at least 1"));
     }
@@ -151,5 +165,62 @@ impl BatchTransform for CutMix {
         let lambda = lambda(random, self.alpha)?;
         let [x, y] = [width, height].map(|extent| random::below(random, extent));
         Ok(cut_mix(batch, Self::region([height, width], lambda, [y, x]), self.num_classes)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn batch(images: &[usize], labels: usize) -> Batch {
+        let pixels = vec![1.0_f32; images.iter().product()];
+        Batch::new()
+            .with("inputs", Array::new(images, pixels).unwrap())
+            .with("labels", Array::new([labels], vec![0_i64; labels]).unwrap())
+    }
+
+    fn region([top, left]: [isize; 2], [height, width]: [usize; 2]) -> Region {
+        Region { top, left, height, width }
+    }
+
+    #[test]
+    fn another_number_of_labels_than_images_is_refused() {
+        for labels in [1, 2, 4] {
+            let expected = format!("3 images cannot be mixed with {labels} labels");
+            let error = mix_up(batch(&[3, 1, 2, 2], labels), 0.5, 2).unwrap_err().to_string();
+            assert!(error.contains(&expected), "{error}");
+            let whole = region([0, 0], [2, 2]);
+            let error = cut_mix(batch(&[3, 1, 2, 2], labels), whole, 2).unwrap_err().to_string();
+            assert!(error.contains(&expected), "{error}");
+        }
+        assert!(mix_up(batch(&[3, 1, 2, 2], 3), 0.5, 2).is_ok());
+        assert!(cut_mix(batch(&[0, 1, 2, 2], 0), region([0, 0], [2, 2]), 2).is_ok());
+    }
+
+    #[test]
+    fn weights_that_are_no_fraction_are_refused() {
+        for lambda in [f64::NAN, -0.1, 1.1, f64::INFINITY] {
+            let error = mix_up(batch(&[1, 1], 1), lambda, 2).unwrap_err().to_string();
+            assert!(error.contains("`lambda` must be from 0 to 1"), "{error}");
+        }
+        assert!(mix_up(batch(&[], 1), 0.5, 2).unwrap_err().to_string().contains("single number"));
+    }
+
+    #[test]
+    fn regions_beyond_the_image_are_refused() {
+        let most = usize::MAX;
+        for region in [
+            region([1, 0], [most, 1]),
+            region([0, 1], [1, most]),
+            region([isize::MAX, 0], [most, 1]),
+            region([-1, 0], [1, 1]),
+            region([1, 0], [2, 1]),
+            region([3, 0], [0, 0]),
+        ] {
+            let error = cut_mix(batch(&[2, 1, 2, 2], 2), region, 2).unwrap_err().to_string();
+            assert!(error.contains("reaches beyond"), "{error}");
+        }
+        let error = cut_mix(batch(&[2, 1, 0, 2], 2), region([0, 0], [0, 2]), 2).unwrap_err();
+        assert!(error.to_string().contains("images with pixels"), "{error}");
     }
 }

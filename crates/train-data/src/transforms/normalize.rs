@@ -42,8 +42,9 @@ impl ImageTransform for ToTensor {
 /// # Errors
 ///
 /// [`Error::Input`](crate::Error::Input) if the image is not `[channels, height, width]` of bytes
-/// or `f32`, or has another number of channels; if it is of bytes and a standard deviation is below
-/// 1, as for pixels from 0 to 1.
+/// or `f32`, or has another number of channels; if a mean is not finite, or a standard deviation
+/// not finite and above 0; if the image is of bytes and a standard deviation is below 1, as for
+/// pixels from 0 to 1.
 pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
     let shape = image_shape(&image)?;
     let [channels, height, width] = shape;
@@ -51,6 +52,9 @@ pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
     if !fits(mean) || !fits(std) {
         let (mean, std) = (mean.len(), std.len());
         let text = format!("{mean} means and {std} deviations do not fit {channels} channels");
+        return Err(unfit(text));
+    }
+    if let Some(text) = out_of_range(mean, std) {
         return Err(unfit(text));
     }
     let of = |channel: usize| (mean[channel % mean.len()], std[channel % std.len()]);
@@ -84,6 +88,16 @@ pub fn normalize(image: Array, mean: &[f32], std: &[f32]) -> Result<Array> {
     Array::new(shape, floats)
 }
 
+/// Describes a mean or a standard deviation that would make pixels NaN or infinite.
+fn out_of_range(mean: &[f32], std: &[f32]) -> Option<String> {
+    let is_fine = |std: &f32| std.is_finite() && *std > 0.0;
+    if let Some(mean) = mean.iter().find(|mean| !mean.is_finite()) {
+        return Some(format!("a mean must be finite, got {mean}"));
+    }
+    let std = std.iter().find(|std| !is_fine(std))?;
+    Some(format!("a standard deviation must be finite and above 0, got {std}"))
+}
+
 fn other_type(data: &ArrayData) -> crate::Error {
     unfit(format!("the image must be of bytes (u8) or f32, not {}", data.type_name()))
 }
@@ -102,12 +116,14 @@ impl Normalize {
     ///
     /// # Panics
     ///
-    /// If there are none, or a standard deviation is not positive.
+    /// If there are none, a mean is not finite, or a standard deviation is not finite and positive.
     #[must_use]
     pub fn new(mean: impl Into<Vec<f32>>, std: impl Into<Vec<f32>>) -> Self {
         let (mean, std) = (mean.into(), std.into());
         assert!(!mean.is_empty() && !std.is_empty(), "a mean and a deviation are needed");
-        assert!(std.iter().all(|std| *std > 0.0), "deviations must be positive: {std:?}");
+        if let Some(text) = out_of_range(&mean, &std) {
+            panic!("{text}");
+        }
         Self { mean, std }
     }
 }
@@ -115,5 +131,32 @@ impl Normalize {
 impl ImageTransform for Normalize {
     fn image(&self, image: Array, _: &mut SampleRng) -> Result<Array, BoxError> {
         Ok(normalize(image, &self.mean, &self.std)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deviations_and_means_that_make_no_numbers_are_refused() {
+        let images = [
+            Array::new([1, 1, 2], vec![1.0_f32, 2.0]).unwrap(),
+            Array::new([1, 1, 2], vec![1_u8, 2]).unwrap(),
+        ];
+        for image in images {
+            for std in [0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let error = normalize(image.clone(), &[0.0], &[std]).unwrap_err().to_string();
+                let expected = format!("standard deviation must be finite and above 0, got {std}");
+                assert!(error.contains(&expected), "{error}");
+                let made = std::panic::catch_unwind(|| Normalize::new([0.0], [1.0, std]));
+                assert!(made.is_err(), "{std}");
+            }
+            for mean in [f32::NAN, f32::INFINITY] {
+                let error = normalize(image.clone(), &[mean], &[1.0]).unwrap_err().to_string();
+                assert!(error.contains("mean must be finite"), "{error}");
+                assert!(std::panic::catch_unwind(|| Normalize::new([mean], [1.0])).is_err());
+            }
+        }
     }
 }

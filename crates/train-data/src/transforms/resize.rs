@@ -2,8 +2,10 @@
 //! and along columns, with rounding to bytes after each.
 //!
 //! Follows: Pillow 13.0, `src/libImaging/Resample.c` and, for [`Filter::Nearest`], `Geometry.c`.
-//! Equal to it, and so to torchvision's `resize` of a PIL image, bit for bit. torchvision's
-//! `resize` of a tensor of bytes uses 16-bit weights and differs by at most 1.
+//! Equal to it, and so to torchvision's `resize` of a PIL image, bit for bit, for one and three
+//! channels; Pillow multiplies those of two and four by the last one, transparency, and here they
+//! are resized each alone. torchvision's `resize` of a tensor of bytes uses 16-bit weights and
+//! differs by at most 1.
 
 use std::f64::consts::PI;
 
@@ -16,7 +18,8 @@ use crate::{Array, BoxError, Result, SampleRng};
 /// # Errors
 ///
 /// [`Error::Input`](crate::Error::Input) if it is not `[channels, height, width]` of bytes, an
-/// extent is 0, or the result has more than 2^28 values.
+/// extent is 0, an edge is longer than 2^20 pixels before or after, or the result has more than
+/// 2^28 values.
 pub fn resize(image: &Array, [height, width]: [usize; 2], filter: Filter) -> Result<Array> {
     let [channels, rows, columns] = image_shape(image)?;
     let planes = bytes(image)?.chunks_exact(rows * columns);
@@ -169,26 +172,31 @@ impl<'a> Plane<'a> {
     }
 }
 
+/// Length of the longest edge, in pixels.
+const LONGEST_EDGE: usize = 1 << 20;
+
 /// Resizes planes of one shape, none of them empty, to `height` and `width`.
 pub(super) fn resize_planes(
     planes: &[Plane<'_>],
     [height, width]: [usize; 2],
     filter: Filter,
 ) -> Result<Vec<u8>> {
+    let [rows, columns] = planes.first().map_or([0; 2], |plane| [plane.height, plane.width]);
+    let longest = [rows, columns, height, width].into_iter().max();
     let len = match height.min(width) {
         0 => Err(unfit("it must be at least 1 x 1")),
         _ => checked_len(&[planes.len(), height, width]),
     };
-    let mut out = vec![
-        0;
-        len.map_err(|why| {
-            let [rows, columns] =
-                planes.first().map_or([0; 2], |plane| [plane.height, plane.width]);
-            unfit(format!(
-                "cannot resize an image from {rows} x {columns} to {height} x {width}: {why}"
-            ))
-        })?
-    ];
+    // The weights of a longer edge take gigabytes, and the time for them.
+    let len = len.and_then(|len| match longest > Some(LONGEST_EDGE) {
+        true => Err(unfit(format!("an edge must not be longer than {LONGEST_EDGE} pixels"))),
+        false => Ok(len),
+    });
+    let len = len.map_err(|why| {
+        let text = format!("cannot resize an image from {rows} x {columns} to {height} x {width}");
+        unfit(format!("{text}: {why}"))
+    })?;
+    let mut out = vec![0; len];
     let mut weights = None;
     let mut between = Vec::new();
     for (plane, out) in planes.iter().zip(out.chunks_exact_mut(height * width)) {
@@ -364,6 +372,24 @@ mod tests {
     use super::*;
     use crate::Draw;
     use crate::transforms::random;
+
+    #[test]
+    fn edges_too_long_for_their_weights_are_refused_at_once() {
+        let image = |height: usize, width: usize| {
+            Array::new([1, height, width], vec![7_u8; height * width]).unwrap()
+        };
+        let most = 1 << 20;
+        for filter in [Filter::Nearest, Filter::Bilinear, Filter::Lanczos] {
+            for size in [[1, 1 << 28], [1 << 28, 1], [1, most + 1], [1 << 27, 2]] {
+                let error = resize(&image(1, 1), size, filter).unwrap_err().to_string();
+                assert!(error.contains("an edge must not be longer than 1048576"), "{error}");
+            }
+            let error = resize(&image(1, most + 1), [1, 1], filter).unwrap_err().to_string();
+            assert!(error.contains("from 1 x 1048577 to 1 x 1: an edge"), "{error}");
+        }
+        assert_eq!(resize(&image(1, 1), [1, most], Filter::Box).unwrap().shape(), [1, 1, most]);
+        assert_eq!(resize(&image(most, 1), [1, 1], Filter::Box).unwrap().shape(), [1, 1, 1]);
+    }
 
     /// The vectors of `transforms.json` say that the bits are right.
     #[test]

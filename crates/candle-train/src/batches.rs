@@ -97,9 +97,10 @@ impl Trainer {
     ///
     /// // Begins, or resumes within an epoch after the last save.
     /// let (epoch, place) = train.resume_with(&path)?;
-    /// // The index of a batch means the same samples as long as the layout is the same.
+    /// // The index of a batch means the same samples as long as the layout is the same: the number
+    /// // of samples and ranks, the batch size, the seed and so on.
     /// let (mut next, layout) = place.unwrap_or((0, loader.layout()));
-    /// assert_eq!(layout, loader.layout(), "the dataset or the batch size has changed");
+    /// assert_eq!(layout, loader.layout(), "a batch of the saved run has other samples");
     /// for epoch in epoch..3 {
     ///     for batch in train.batches_of(&loader, epoch, next)? {
     ///         let batch = batch?;
@@ -120,7 +121,8 @@ impl Trainer {
     /// # Errors
     ///
     /// A loader for another rank or number of ranks, or without rounding up: its sampler must be
-    /// that of [`sampler`](Self::sampler); batches since the last step.
+    /// that of [`sampler`](Self::sampler); a `first` beyond the epoch, whose number of batches
+    /// itself means that the epoch is complete; batches since the last step.
     #[doc(alias = "DataLoader")]
     pub fn batches_of(
         &mut self,
@@ -138,8 +140,15 @@ impl Trainer {
                 self.world_size()
             )));
         }
+        let len = loader.batches_per_epoch();
+        if first > len {
+            return Err(Error::InvalidArgument(format!(
+                "batch {first} is beyond the epoch, which has {len} batches: was it counted with another dataset, batch \
+                 size or number of ranks, or not set back to 0 after an epoch?"
+            )));
+        }
         self.check_pending()?;
-        self.begin_epoch(loader.batches_per_epoch(), first);
+        self.begin_epoch(len, first);
         Ok(loader.batches(epoch, first))
     }
 

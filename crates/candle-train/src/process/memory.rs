@@ -6,8 +6,13 @@
 
 #![expect(unsafe_code, reason = "the C library's allocator is told so by a function of its own")]
 
-/// Makes glibc's allocator keep freed memory, up to 1 GiB, for the rest of the process. Other
+/// Makes glibc's allocator keep memory that the main thread frees, up to 1 GiB, instead of returning
+/// it to the system. It stays with the process, and counts as its memory, until it ends. Other
 /// allocators are not changed.
+///
+/// Other threads allocate from heaps of 64 MiB each. Smaller blocks are kept there, too; a larger
+/// one is requested from the system each time and returned when it is freed. So train on the main
+/// thread if tensors are larger than that.
 pub fn keep_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
@@ -22,7 +27,7 @@ pub fn keep_freed_memory() {
     }
 }
 
-/// In bytes. Blocks up to this size are allocated on the heap, which shrinks when this much memory
-/// is free at its end.
+/// In bytes. Blocks up to this size are allocated on the heap of the main thread, which shrinks when
+/// this much memory is free at its end.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const KEPT: libc::c_int = 1 << 30;

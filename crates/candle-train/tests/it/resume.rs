@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{Device, Module};
 use candle_nn::VarMap;
@@ -185,6 +186,41 @@ fn a_stream_goes_on_after_the_batch_that_the_saved_model_was_trained_on() {
             "{error}"
         );
     });
+}
+
+#[test]
+fn a_first_batch_beyond_the_epoch_is_refused() {
+    let (vars, net) = model(1);
+    let group = ProcessGroup::threads(1, Duration::from_secs(10)).unwrap().remove(0);
+    let builder = Trainer::builder(&vars).group(group);
+    let mut train = builder.build(AdamWHyper::default()).unwrap();
+    let loader = DataLoader::new(Arc::new(Rows), train.sampler(SAMPLES), 5, false).unwrap();
+    let len = loader.batches_per_epoch();
+    for first in [len + 1, usize::MAX] {
+        let error = train.batches_of(&loader, 0, first).err().unwrap().to_string();
+        let expected = format!("batch {first} is beyond the epoch, which has {len} batches");
+        assert!(error.contains(&expected), "{error}");
+    }
+    // A place saved after the last batch: the epoch is complete.
+    assert_eq!(train.batches_of(&loader, 0, len).unwrap().count(), 0);
+    assert_eq!(train.batches_of(&loader, 1, len - 1).unwrap().count(), 1);
+    let (x, y) = batch(&[0, 1, 2, 3]);
+    train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+    assert_eq!(train.steps(), 1);
+}
+
+#[test]
+fn a_layout_of_another_seed_differs() {
+    let layout = |seed| {
+        let (vars, _net) = model(1);
+        let group = ProcessGroup::threads(1, Duration::from_secs(10)).unwrap().remove(0);
+        let builder = Trainer::builder(&vars).group(group).seed(seed);
+        let train = builder.build(AdamWHyper::default()).unwrap();
+        let sampler = train.sampler(SAMPLES);
+        DataLoader::new(Arc::new(Rows), sampler, 5, false).unwrap().layout()
+    };
+    assert_ne!(layout(1), layout(2));
+    assert_eq!(layout(2), layout(2));
 }
 
 /// Rows with their number, and a random number of each sample.

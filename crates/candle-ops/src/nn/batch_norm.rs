@@ -5,6 +5,7 @@ pub use candle_nn::batch_norm::BatchNormConfig;
 use candle_nn::{Init, VarBuilder};
 
 use super::norm_parameter;
+use super::parameter::parameter_of;
 use crate::{self as ops, BatchNormOptions, Statistics};
 
 /// Batch normalization of `[n, c, ...]`: `weight`, `bias`, and buffers `running_mean`,
@@ -219,7 +220,8 @@ fn as_was(y: Tensor, x: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// Errors of the builder; a configuration that keeps the mean; an `eps` or a momentum out of range.
+/// Errors of the builder; a parameter larger than the memory; a configuration that keeps the mean;
+/// an `eps` or a momentum out of range.
 pub fn batch_norm<C: Into<BatchNormConfig>>(
     num_features: usize,
     config: C,
@@ -235,7 +237,7 @@ pub fn batch_norm<C: Into<BatchNormConfig>>(
         false => None,
     };
     let running =
-        |name, value| vb.get_with_hints_dtype(num_features, name, Init::Const(value), DType::F32);
+        |name, value| parameter_of(DType::F32, num_features, name, Init::Const(value), &vb);
     let statistics = [running("running_mean", 0.0)?, running("running_var", 1.0)?];
     BatchNorm::checked(num_features, statistics, weight_and_bias, config.eps, config.momentum)
 }

@@ -6,6 +6,7 @@ pub use candle_nn::conv::{
     Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig,
 };
 
+use super::parameter::parameter;
 use super::{BatchNorm, within_fan_in};
 use crate::{ConvOptions, ConvTransposeOptions};
 
@@ -52,7 +53,7 @@ macro_rules! layer {
         ///
         /// # Errors
         ///
-        /// Errors of the builder; groups that do not divide the channels.
+        /// Errors of the builder; a parameter larger than the memory; groups that do not divide the channels.
         pub fn $new(
             in_channels: usize,
             out_channels: usize,
@@ -225,7 +226,8 @@ fn get(
     vb: &VarBuilder<'_>,
 ) -> Result<(Tensor, Option<Tensor>)> {
     let shape = [&channels, kernel].concat();
-    let init = within_fan_in(shape[1..].iter().product());
-    let weight = vb.get_with_hints(shape, "weight", init)?;
-    Ok((weight, bias.map(|len| vb.get_with_hints(len, "bias", init)).transpose()?))
+    let init =
+        within_fan_in(shape[1..].iter().fold(1, |len: usize, next| len.saturating_mul(*next)));
+    let weight = parameter(shape, "weight", init, vb)?;
+    Ok((weight, bias.map(|len| parameter(len, "bias", init, vb)).transpose()?))
 }

@@ -3,6 +3,8 @@
 use candle_core::{Module, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 
+use super::parameter::parameter;
+
 /// An embedding table: [`embedding`](crate::embedding) with a `weight`. Indices may have any
 /// integer type.
 #[derive(Clone, Debug)]
@@ -53,8 +55,8 @@ impl Module for Embedding {
 ///
 /// # Errors
 ///
-/// Errors of the builder.
+/// Errors of the builder; a parameter larger than the memory.
 pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder<'_>) -> Result<Embedding> {
     let init = Init::Randn { mean: 0.0, stdev: 1.0 };
-    Ok(Embedding::new(vb.get_with_hints((in_size, out_size), "weight", init)?, out_size))
+    Ok(Embedding::new(parameter((in_size, out_size), "weight", init, &vb)?, out_size))
 }

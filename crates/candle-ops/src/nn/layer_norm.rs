@@ -114,7 +114,7 @@ impl Module for RmsNorm {
 ///
 /// # Errors
 ///
-/// Errors of the builder.
+/// Errors of the builder; a parameter larger than the memory.
 pub fn layer_norm<C: Into<LayerNormConfig>>(
     size: usize,
     config: C,
@@ -137,7 +137,7 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(
 ///
 /// # Errors
 ///
-/// Errors of the builder.
+/// Errors of the builder; a parameter larger than the memory.
 pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<LayerNorm> {
     layer_norm(size, LayerNormConfig { eps, remove_mean: true, affine: false }, vb)
 }
@@ -146,7 +146,7 @@ pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<L
 ///
 /// # Errors
 ///
-/// Errors of the builder.
+/// Errors of the builder; a parameter larger than the memory.
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder<'_>) -> Result<RmsNorm> {
     let config = LayerNormConfig { eps, remove_mean: false, affine: false };
     Ok(RmsNorm(layer_norm(size, config, vb)?))

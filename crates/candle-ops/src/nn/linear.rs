@@ -4,6 +4,7 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 
 use super::lora::{self, Adapter};
+use super::parameter::parameter;
 use super::within_fan_in;
 
 /// A fully connected layer: [`linear`](crate::linear) with a `weight` and an optional `bias`;
@@ -58,7 +59,7 @@ impl Module for Linear {
 ///
 /// # Errors
 ///
-/// Errors of the builder.
+/// Errors of the builder; a parameter larger than the memory.
 pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     linear_b(in_dim, out_dim, true, vb)
 }
@@ -67,7 +68,7 @@ pub fn linear(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linea
 ///
 /// # Errors
 ///
-/// Errors of the builder.
+/// Errors of the builder; a parameter larger than the memory.
 pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Result<Linear> {
     linear_b(in_dim, out_dim, false, vb)
 }
@@ -76,12 +77,12 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Resu
 ///
 /// # Errors
 ///
-/// Errors of the builder.
+/// Errors of the builder; a parameter larger than the memory.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder<'_>) -> Result<Linear> {
     let init = within_fan_in(in_dim);
     let own = || {
-        let weight = vb.get_with_hints((out_dim, in_dim), "weight", init)?;
-        Ok((weight, bias.then(|| vb.get_with_hints(out_dim, "bias", init)).transpose()?))
+        let weight = parameter((out_dim, in_dim), "weight", init, &vb)?;
+        Ok((weight, bias.then(|| parameter(out_dim, "bias", init, &vb)).transpose()?))
     };
     let ((weight, bias), adapter) = lora::build((in_dim, out_dim), &vb, own)?;
     if adapter.is_none() {

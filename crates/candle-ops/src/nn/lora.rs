@@ -15,6 +15,7 @@ use std::cell::RefCell;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
+use super::parameter::parameter;
 use super::within_fan_in;
 
 /// Options of adapters: the layers, and the kind of adapter.
@@ -214,8 +215,8 @@ pub(super) fn build<R>(
     });
     let own = own?;
     let Some(LoraOptions { rank, alpha, dropout, .. }) = options else { return Ok((own, None)) };
-    let a = vb.pp(A).get_with_hints((rank, in_dim), "weight", within_fan_in(in_dim))?;
-    let b = vb.pp(B).get_with_hints((out_dim, rank), "weight", Init::Const(0.0))?;
+    let a = parameter((rank, in_dim), "weight", within_fan_in(in_dim), &vb.pp(A))?;
+    let b = parameter((out_dim, rank), "weight", Init::Const(0.0), &vb.pp(B))?;
     Ok((own, Some(Adapter { a, b, scale: alpha / rank as f64, dropout })))
 }
 

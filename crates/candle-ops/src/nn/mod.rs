@@ -4,7 +4,9 @@
 //! line: types, functions, configurations and parameter names are the same; gradients are correct,
 //! and half precision, autocast and tapes are supported. The modules are the same as in candle-nn:
 //! `nn::ops`, `nn::loss`, `nn::rotary_emb`, `nn::linear`. Items without an operator of this crate,
-//! such as [`VarBuilder`] and [`AdamW`], are re-exported from candle-nn.
+//! such as [`VarBuilder`] and [`AdamW`], are re-exported from candle-nn. Methods of `Tensor` that a
+//! model calls itself stay candle's own: [`stock_candle`](crate::stock_candle) lists those to
+//! replace.
 //!
 //! ```
 //! use candle_core::{DType, Device, Result, Tensor};
@@ -59,6 +61,7 @@ pub mod linear;
 pub mod lora;
 pub mod loss;
 pub mod ops;
+mod parameter;
 pub mod rotary_emb;
 
 use candle_core::{DType, Result, Tensor};
@@ -84,6 +87,9 @@ pub use layer_norm::{
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use lora::{LoraOptions, lora};
 pub use ops::Dropout;
+pub use parameter::check_size;
+
+use self::parameter::parameter_of;
 
 /// Indices in a type supported by the operators: `i64` and `u32` unchanged, other integers as
 /// `i64`. Floats are unchanged, and the operators return an error.
@@ -104,7 +110,7 @@ fn within_fan_in(fan_in: usize) -> Init {
 /// `f64` model.
 fn norm_parameter(size: usize, name: &str, value: f64, vb: &VarBuilder<'_>) -> Result<Tensor> {
     let dtype = if vb.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    vb.get_with_hints_dtype(size, name, Init::Const(value), dtype)
+    parameter_of(dtype, size, name, Init::Const(value), vb)
 }
 
 #[cfg(test)]

@@ -319,3 +319,59 @@ fn sdpa_has_candle_nns_arguments() {
         assert!(error.contains("softcapping 30"), "{error}");
     }
 }
+
+#[test]
+fn a_layer_larger_than_memory_is_an_error_that_names_it() {
+    type Make = fn(usize, VarBuilder<'_>) -> Result<()>;
+    let makes: [(&str, Make); 12] = [
+        ("weight", |n, vb| linear(n, 10, vb).map(drop)),
+        ("weight", |n, vb| linear_no_bias(10, n, vb).map(drop)),
+        ("weight", |n, vb| embedding(n, 8, vb).map(drop)),
+        ("weight", |n, vb| conv1d(n, 4, 3, Default::default(), vb).map(drop)),
+        ("weight", |n, vb| conv2d(n, 64, 3, Default::default(), vb).map(drop)),
+        ("weight", |n, vb| conv2d_no_bias(4, 4, n, Default::default(), vb).map(drop)),
+        ("weight", |n, vb| conv_transpose1d(4, n, 3, Default::default(), vb).map(drop)),
+        ("weight", |n, vb| conv_transpose2d(n, 4, 3, Default::default(), vb).map(drop)),
+        ("weight", |n, vb| batch_norm(n, 1e-5, vb).map(drop)),
+        ("running_mean", |n, vb| {
+            let config = BatchNormConfig { affine: false, ..Default::default() };
+            batch_norm(n, config, vb).map(drop)
+        }),
+        ("weight", |n, vb| group_norm(1, n, 1e-5, vb).map(drop)),
+        ("weight", |n, vb| rms_norm(n, 1e-5, vb).map(drop)),
+    ];
+    for (name, make) in makes {
+        for size in [1_000_000_000_000_000, i64::MAX as usize, usize::MAX] {
+            let vars = VarMap::new();
+            let error = make(size, builder(&vars, DType::F32).pp("a.b")).unwrap_err().to_string();
+            let expected =
+                [&format!("parameter `a.b.{name}` of shape ["), " bytes", &size.to_string()];
+            assert!(expected.iter().all(|part| error.contains(*part)), "{size}: {error}");
+            assert!(vars.all_vars().is_empty());
+        }
+    }
+    let error = linear(1 << 50, 1, builder(&VarMap::new(), DType::F16)).unwrap_err().to_string();
+    assert!(
+        error.contains("parameter `weight` of shape [1, 1125899906842624] and type f16"),
+        "{error}"
+    );
+    assert!(error.contains("would have 2251799813685248 bytes"), "{error}");
+    let options = LoraOptions { rank: 1 << 50, targets: vec!["*".into()], ..Default::default() };
+    let vars = VarMap::new();
+    let build = || linear(4, 4, builder(&vars, DType::F32).pp("q"));
+    let error = lora(&options, build).unwrap_err().to_string();
+    assert!(error.contains("parameter `q.lora_A.weight` of shape [1125899906842624, 4]"), "{error}");
+}
+
+#[test]
+fn norms_say_what_does_not_fit() {
+    let (x, odd) = (values("x", &[2, 3]), values("w", &[4]));
+    let error = crate::rms_norm(&x, &odd, 1e-5).unwrap_err().to_string();
+    let expected =
+        "rms_norm: the weight has shape [4], but the last dimension of the input [2, 3] is 3";
+    assert!(error.starts_with(expected), "{error}");
+    let error = crate::layer_norm(&x, &odd, &odd, 1e-5).unwrap_err().to_string();
+    assert!(error.contains("the weight has shape [4] and the bias [4], but the last"), "{error}");
+    let error = crate::group_norm(&x, 2, &odd, &odd, 1e-5).unwrap_err().to_string();
+    assert!(error.contains("has 3 channels, which 2 groups must divide"), "{error}");
+}

@@ -22,6 +22,7 @@ use fused_optim::candle::slice;
 use parking_lot::Mutex;
 
 use super::on_device::OnDevice;
+use super::ops::nn::check_size;
 use super::ops::nn::lora::{adapted_layer, fits, is_frozen};
 use super::ops::{Sources, Tape};
 use super::{init, optim_dtype};
@@ -187,6 +188,8 @@ impl SimpleBackend for Backend {
                 device.location()
             );
         }
+        // Initial values are computed in host memory.
+        check_size(name, &shape, dtype, &Device::Cpu)?;
         let values = init::values(init, &shape, self.seed, name);
         let dims = shape.dims().to_vec();
         let spec = TensorSpec { name: name.to_owned(), shape: dims, dtype: optim_dtype(dtype)? };

@@ -77,8 +77,9 @@ impl Transformer {
                 "the patch size must divide the image size, and the heads the width, got {options:?}"
             );
         }
-        let positions = (image_size / patch_size).pow(2);
-        let patch = options.in_channels * patch_size * patch_size;
+        // A size that does not fit a `usize` does not fit the memory, which the layers report.
+        let positions = (image_size / patch_size).saturating_pow(2);
+        let patch = options.in_channels.saturating_mul(patch_size.saturating_pow(2));
         let layer = |at| Layer::new(options, &vb.pp("layers").pp(at));
         let small = Init::Randn { mean: 0.0, stdev: 0.02 };
         Ok(Self {

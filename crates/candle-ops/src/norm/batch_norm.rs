@@ -54,7 +54,12 @@ pub fn batch_norm(
     let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
     let planes = checked(&x, &gamma, &beta)?;
     if planes.values() < 2 {
-        bail!("batch_norm: one value per channel has no variance to train with");
+        let count = if planes.values() == 0 { "no" } else { "one" };
+        bail!(
+            "batch_norm: {count} value per channel has no variance to train with (the input is {:?}): if the last batch \
+             of an epoch has a single sample, drop it (`drop_last`) or take another batch size",
+            x.dims()
+        );
     }
     if device::composes(&x) {
         return composed::batch_norm([&x, &gamma, &beta], None, options, planes);
@@ -95,7 +100,9 @@ pub fn batch_norm_with(
     let channels = planes.channels;
     if mean.dims() != [channels] || var.dims() != [channels] {
         let (mean, var) = (mean.dims(), var.dims());
-        bail!("batch_norm: {channels} channels, means {mean:?} and variances {var:?}");
+        bail!(
+            "batch_norm: the input has {channels} channels, but the means have shape {mean:?} and the variances {var:?}"
+        );
     }
     if device::composes(&x) {
         return Ok(composed::batch_norm([&x, &gamma, &beta], Some(statistics), options, planes)?.0);
@@ -111,8 +118,11 @@ pub fn batch_norm_with(
 fn checked(x: &Tensor, gamma: &Tensor, beta: &Tensor) -> Result<Planes> {
     let planes = Planes::new(x.shape())?;
     if gamma.dims() != [planes.channels] || beta.dims() != [planes.channels] {
-        let parameters = [gamma.dims(), beta.dims()];
-        bail!("batch_norm: {} channels, parameters of {parameters:?}", planes.channels);
+        let (x, gamma, beta) = (x.dims(), gamma.dims(), beta.dims());
+        bail!(
+            "batch_norm: the input {x:?} has {} channels, but the weight has shape {gamma:?} and the bias {beta:?}",
+            planes.channels
+        );
     }
     Ok(planes)
 }

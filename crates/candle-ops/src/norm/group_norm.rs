@@ -32,8 +32,11 @@ pub fn group_norm(
     let channels = x.dims().get(1).copied().unwrap_or(0);
     let fits = gamma.dims() == [channels] && beta.dims() == [channels];
     if !fits || x.elem_count() == 0 || groups == 0 || channels % groups != 0 {
-        let (x, gamma, beta) = (x.shape(), gamma.dims(), beta.dims());
-        bail!("group_norm: {groups} groups of an input {x:?}, parameters {gamma:?} and {beta:?}");
+        let (x, gamma, beta) = (x.dims(), gamma.dims(), beta.dims());
+        bail!(
+            "group_norm: an input {x:?} has {channels} channels, which {groups} groups must divide; the weight has shape \
+             {gamma:?} and the bias {beta:?}, but both must be [{channels}]"
+        );
     }
     if device::composes(&x) {
         return composed::group_norm(&x, groups, [&gamma, &beta], eps);

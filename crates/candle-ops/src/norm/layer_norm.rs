@@ -25,8 +25,11 @@ pub fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result
     let [x, gamma, beta] = cast("layer_norm", [x, gamma, beta])?;
     let width = x.dims().last().copied().unwrap_or(0);
     if width == 0 || gamma.dims() != [width] || beta.dims() != [width] {
-        let (x, gamma, beta) = (x.shape(), gamma.dims(), beta.dims());
-        bail!("layer_norm: an input {x:?}, parameters {gamma:?} and {beta:?}");
+        let (x, gamma, beta) = (x.dims(), gamma.dims(), beta.dims());
+        bail!(
+            "layer_norm: the weight has shape {gamma:?} and the bias {beta:?}, but the last dimension of the input {x:?} \
+             is {width}"
+        );
     }
     if device::composes(&x) {
         return composed::layer_norm(&x, &gamma, &beta, eps);

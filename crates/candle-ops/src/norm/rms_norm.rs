@@ -24,7 +24,10 @@ pub fn rms_norm(x: &Tensor, gamma: &Tensor, eps: f32) -> Result<Tensor> {
     let [x, gamma] = cast("rms_norm", [x, gamma])?;
     let width = x.dims().last().copied().unwrap_or(0);
     if width == 0 || gamma.dims() != [width] {
-        bail!("rms_norm: an input {:?}, a parameter {:?}", x.shape(), gamma.dims());
+        let (x, gamma) = (x.dims(), gamma.dims());
+        bail!(
+            "rms_norm: the weight has shape {gamma:?}, but the last dimension of the input {x:?} is {width}"
+        );
     }
     if device::composes(&x) {
         return composed::rms_norm(&x, &gamma, eps);

@@ -472,7 +472,10 @@ fn batch_norm_refuses_what_does_not_fit() {
     let fails = |shape: &[usize]| {
         batch_norm(&values("x", shape), &one, &one, options).unwrap_err().to_string()
     };
+    let advice = "if the last batch of an epoch has a single sample, drop it (`drop_last`)";
     assert!(fails(&[1, 1, 1, 1]).contains("one value per channel"));
+    assert!(fails(&[1, 1, 1, 1]).contains(advice), "{}", fails(&[1, 1, 1, 1]));
+    assert!(fails(&[0, 1, 1, 1]).contains("no value per channel"));
     assert!(fails(&[2, 3, 2, 2]).contains("3 channels"));
 }
 

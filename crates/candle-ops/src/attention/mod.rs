@@ -36,7 +36,8 @@ pub struct SdpaOptions<'a> {
     /// query attends to a key. A floating-point mask is added to the scaled scores; its gradient is
     /// computed if it is a parameter.
     pub mask: Option<&'a Tensor>,
-    /// Whether query `i` attends only to keys `0..=i`. A mask may hide more keys.
+    /// Whether query `i` attends only to keys `0..=i`. A mask may hide more keys. A NaN in a key or
+    /// a value may reach earlier queries, too.
     pub causal: bool,
     /// Factor of the scores. Defaults to `1 / sqrt(d)`.
     pub scale: Option<f64>,
@@ -50,6 +51,9 @@ pub struct SdpaOptions<'a> {
 /// `[b, kv_heads, keys, w]`, all of the same type; the result is `[b, heads, queries, w]`.
 /// `kv_heads` divides `heads`: successive query heads share a key head (grouped-query attention;
 /// multi-query attention if `kv_heads` is 1). A query with all keys masked has a result of 0.
+///
+/// A mask hides keys by a weight of 0, and 0 times a NaN or an infinity is NaN, as in PyTorch: such
+/// a value in a masked key or value makes results NaN. Fill padding with finite numbers.
 ///
 /// On the CPU the attention weights exist for a block of queries at a time, and causal attention
 /// skips most masked keys; a mask that needs a gradient is computed by a composition of candle's

@@ -235,7 +235,7 @@ impl DataLoader {
     ///
     /// # Panics
     ///
-    /// In later calls, if the layout has no ranks or no samples in a batch.
+    /// In later calls, if the layout has no samples, no ranks or no samples in a batch.
     pub fn with(&self, layout: Layout, place: usize) -> Self {
         let Layout { samples, world_size, batch_size, drop_last, shuffle, infinite, .. } = layout;
         let Layout { seed, round_up, .. } = layout;

@@ -2,7 +2,7 @@
 
 use super::class_score::Average;
 use super::fields::ClassDim;
-use super::{Fields, Metric, per_cent};
+use super::{Fields, Metric, per_cent, zeros};
 use crate::{Array, Batch, BoxError};
 
 /// Mean average precision of a classification, in per cent, reported as `mAP`; with
@@ -34,12 +34,12 @@ impl AveragePrecision {
     ///
     /// # Panics
     ///
-    /// With fewer than two thresholds.
+    /// With fewer than two thresholds; with more than 2^28 counts, two for each class and threshold.
     #[must_use]
     pub fn new(classes: usize, thresholds: usize) -> Self {
         assert!(thresholds >= 2, "`thresholds` must be at least 2");
         let (average, fields) = (Average::default(), Fields::default());
-        let state = vec![0.0; 2 * classes * (thresholds + 1)];
+        let state = zeros(classes, thresholds.saturating_add(1).saturating_mul(2));
         Self { classes, thresholds, average, fields, state }
     }
 

@@ -1,6 +1,6 @@
 //! `ClassScore`: precision, recall, F1 and intersection over union, of classes or averaged.
 
-use super::{Fields, Metric, per_cent};
+use super::{Fields, Metric, per_cent, zeros};
 use crate::{Array, Batch, BoxError};
 
 /// Formula of a [`ClassScore`]. For a class, `P` samples are predicted as it, `L` are labelled as
@@ -128,10 +128,14 @@ pub struct ClassScore {
 
 impl ClassScore {
     /// The score of `classes` classes, averaged by [`Average::Macro`].
+    ///
+    /// # Panics
+    ///
+    /// With more than 2^28 counts, three for each class.
     #[must_use]
     pub fn new(score: Score, classes: usize) -> Self {
         let (average, fields) = (Average::default(), Fields::default());
-        Self { score, average, classes, fields, state: vec![0.0; 3 * classes] }
+        Self { score, average, classes, fields, state: zeros(classes, 3) }
     }
 
     /// Sets the average.

@@ -1,6 +1,6 @@
 //! `ConfusionMatrix`: number of samples by label and predicted class.
 
-use super::{Fields, Metric};
+use super::{Fields, Metric, zeros};
 use crate::{Array, Batch, BoxError};
 
 /// Number of samples by label and predicted class, reported as `confusion_matrix_0_0`,
@@ -17,9 +17,13 @@ pub struct ConfusionMatrix {
 
 impl ConfusionMatrix {
     /// The matrix of `classes` classes.
+    ///
+    /// # Panics
+    ///
+    /// With more than 2^28 counts, the square of the classes.
     #[must_use]
     pub fn new(classes: usize) -> Self {
-        Self { classes, fields: Fields::default(), state: vec![0.0; classes * classes] }
+        Self { classes, fields: Fields::default(), state: zeros(classes, classes) }
     }
 
     /// Sets the fields to read.

@@ -198,6 +198,19 @@ impl<M: Metric + ?Sized> Metric for Box<M> {
     }
 }
 
+/// Returns a state of `parts` counts for each of `classes` classes, all 0.
+///
+/// # Panics
+///
+/// If these are more than 2^28.
+fn zeros(classes: usize, parts: usize) -> Vec<f64> {
+    let count = classes.checked_mul(parts).filter(|count| *count <= 1 << 28);
+    let count = count.unwrap_or_else(|| {
+        panic!("{parts} counts for each of {classes} classes are more than 268435456")
+    });
+    vec![0.0; count]
+}
+
 /// Returns a fraction in per cent; 0 if `whole` is 0.
 fn per_cent(part: f64, whole: f64) -> f64 {
     if whole == 0.0 { 0.0 } else { 100.0 * part / whole }

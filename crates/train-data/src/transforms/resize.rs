@@ -60,6 +60,8 @@ impl ResizeTo {
                 [short, short.saturating_mul(width) / height]
             }
             Self::ShortEdge(short) => [short.saturating_mul(height) / width, short],
+            // Refused by `resize`.
+            Self::Within([0, _] | [_, 0]) => [0, 0],
             Self::Within([rows, columns]) => {
                 let [long, short] = [rows.max(columns), rows.min(columns)];
                 let (image_long, image_short) = (height.max(width), height.min(width));
@@ -386,6 +388,11 @@ mod tests {
             }
             let error = resize(&image(1, most + 1), [1, 1], filter).unwrap_err().to_string();
             assert!(error.contains("from 1 x 1048577 to 1 x 1: an edge"), "{error}");
+        }
+        for to in [ResizeTo::Within([0, 5]), ResizeTo::Within([5, 0]), ResizeTo::ShortEdge(0)] {
+            let none = Resize { to, filter: Filter::Box };
+            let error = none.image(image(3, 4), &mut Draw::from(0).random()).unwrap_err();
+            assert!(error.to_string().contains("at least 1 x 1"), "{error}");
         }
         assert_eq!(resize(&image(1, 1), [1, most], Filter::Box).unwrap().shape(), [1, 1, most]);
         assert_eq!(resize(&image(most, 1), [1, 1], Filter::Box).unwrap().shape(), [1, 1, 1]);

@@ -352,6 +352,23 @@ fn wrong_shapes_types_and_labels_are_errors() {
 }
 
 #[test]
+fn more_counts_than_memory_are_refused() {
+    let makes: [fn(usize); 4] = [
+        |n| drop(ConfusionMatrix::new(n)),
+        |n| drop(ClassScore::new(Score::F1, n)),
+        |n| drop(AveragePrecision::new(n, 5)),
+        |n| drop(AveragePrecision::new(5, n)),
+    ];
+    for make in makes {
+        for count in [1 << 30, 1 << 62, usize::MAX] {
+            let panic = std::panic::catch_unwind(|| make(count)).unwrap_err();
+            let text = panic.downcast_ref::<String>().unwrap();
+            assert!(text.contains("classes are more than 268435456"), "{text}");
+        }
+    }
+}
+
+#[test]
 fn a_metric_of_nothing_is_an_error() {
     let all: [&dyn Metric; 6] = [
         &Accuracy::default(),

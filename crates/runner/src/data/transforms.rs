@@ -192,7 +192,7 @@ fn normalize(section: &mut Section) -> Result<TransformFactory> {
         || std.iter().any(|std| !(*std > 0.0 && std.is_finite()))
     {
         return Err(place.error(
-            "`mean` and `std` must be finite and have equal lengths, and `std` must be positive",
+            "`mean` and `std` must have equal lengths, and `std` must be positive; both must be finite",
         ));
     }
     let to_rgb = section.offset_of("to_rgb");
@@ -483,6 +483,8 @@ mod tests {
             ("type = 'CenterCrop', crop_size = 0", "`crop_size` must be one or two"),
             ("type = 'RandomFlip', prob = 2", "`prob` must be from 0 to 1, got 2"),
             ("type = 'RandomFlip', direction = 'left'", "unknown value `left`"),
+            ("type = 'Normalize', mean = [nan], std = [1]", "both must be finite"),
+            ("type = 'Normalize', mean = [1], std = [inf]", "both must be finite"),
             (
                 "type = 'Normalize', mean = [1], std = [0]",
                 "`mean` and `std` must have equal lengths",

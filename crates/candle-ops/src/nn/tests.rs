@@ -356,11 +356,15 @@ fn a_layer_larger_than_memory_is_an_error_that_names_it() {
         "{error}"
     );
     assert!(error.contains("would have 2251799813685248 bytes"), "{error}");
-    let options = LoraOptions { rank: 1 << 50, targets: vec!["*".into()], ..Default::default() };
+    let targets = vec!["*".to_owned()];
+    let options = LoraOptions { rank: 1 << 50, alpha: 1.0, dropout: 0.0, targets };
     let vars = VarMap::new();
     let build = || linear(4, 4, builder(&vars, DType::F32).pp("q"));
     let error = lora(&options, build).unwrap_err().to_string();
-    assert!(error.contains("parameter `q.lora_A.weight` of shape [1125899906842624, 4]"), "{error}");
+    assert!(
+        error.contains("parameter `q.lora_A.weight` of shape [1125899906842624, 4]"),
+        "{error}"
+    );
 }
 
 #[test]

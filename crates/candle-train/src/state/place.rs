@@ -68,6 +68,7 @@ impl Places {
         if let (Some(known), Some(other)) = (known, there)
             && *known != Some(other)
         {
+            self.lock = None;
             let since = if known.is_some() { "since this run did" } else { "since this run began" };
             return Err(format!(
                 "another run has saved there {since}{}: end one of both, or give each a path of its own",

@@ -4,8 +4,9 @@
 mod file;
 mod processes;
 
+use std::cell::RefCell;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -13,8 +14,8 @@ use candle_ops::{cross_entropy, nn};
 use candle_train::{AdamWHyper, Trainer};
 use collective::ProcessGroup;
 use fused_optim::StateDict;
-use serde::Serialize;
 use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
 
 use super::{Net, batch, model, ranks, weights};
 
@@ -281,6 +282,77 @@ fn replaced_and_removed_variables_are_named() {
         vars.data().lock().unwrap().insert("a.weight".to_owned(), old);
         train.resume(&path).unwrap();
     }
+}
+
+#[test]
+fn a_variable_of_two_names_has_one_value_in_a_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let [equal, differ] = ["equal", "differ"].map(|name| directory.path().join(name));
+    let build = |is_tied: bool| {
+        let (vars, net) = model(1);
+        let weight = vars.data().lock().unwrap()["a.weight"].clone();
+        let second =
+            if is_tied { weight } else { Var::from_tensor(&weight.copy().unwrap()).unwrap() };
+        vars.data().lock().unwrap().insert("tied.weight".to_owned(), second);
+        let builder = Trainer::builder(&vars).group(alone()).frozen(["tied.*"]);
+        (builder.build(AdamWHyper::default()).unwrap(), vars, net)
+    };
+    let (mut train, _, net) = build(false);
+    train.save(&equal, 1).unwrap();
+    step(&mut train, &net, 0);
+    train.save(&differ, 1).unwrap();
+    let (mut train, vars, net) = build(true);
+    step(&mut train, &net, 0);
+    let before = state(&mut train, &vars);
+    let error = train.resume(&differ).unwrap_err().to_string();
+    assert!(error.contains("`a.weight` and `tied.weight` have different values"), "{error}");
+    assert_eq!(state(&mut train, &vars), before);
+    assert_eq!(train.resume(&equal).unwrap(), 1);
+}
+
+thread_local! {
+    /// A file that is cut when [`Cuts`] is read.
+    static CUT: RefCell<Option<PathBuf>> = const { RefCell::new(None) };
+}
+
+/// Data that are read after the file was verified and before it is read again.
+struct Cuts;
+
+impl<'de> Deserialize<'de> for Cuts {
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        if let Some(path) = CUT.take() {
+            let file = fs::File::options().write(true).open(path).unwrap();
+            file.set_len(file.metadata().unwrap().len() / 2).unwrap();
+        }
+        u8::deserialize(from).map(|_| Self)
+    }
+}
+
+#[test]
+fn a_file_lost_while_the_state_changes_stops_all_ranks_until_they_have_resumed() {
+    let directory = tempfile::tempdir().unwrap();
+    let [good, bad] = ["good", "bad"].map(|name| directory.path().join(name));
+    ranks(2, |group| {
+        let (vars, _net) = model(1);
+        trainer(&vars, &group).save_with(&good, 2, &7_u8).unwrap();
+    });
+    fs::copy(&good, &bad).unwrap();
+    ranks(2, |group| {
+        let (vars, net) = model(9);
+        let mut train = trainer(&vars, &group);
+        let path = if group.rank() == 1 { &bad } else { &good };
+        CUT.set((group.rank() == 1).then(|| bad.clone()));
+        let error = train.resume_with::<Cuts>(path).err().unwrap().to_string();
+        assert!(error.contains("rank 1: ") && error.contains("has been changed"), "{error}");
+        let error = train.save(directory.path().join("other"), 0).unwrap_err().to_string();
+        assert!(error.contains("resume again"), "{error}");
+        let (x, y) = batch(&[0, 1]);
+        let error = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap_err().to_string();
+        assert!(error.contains("resume again"), "{error}");
+        assert_eq!(train.resume_with::<u8>(&good).unwrap(), (2, Some(7)));
+        assert_eq!(weights(&vars), weights(&model(1).0));
+        step(&mut train, &net, 0);
+    });
 }
 
 #[test]

@@ -5,15 +5,20 @@
 //! restored. In a batch that is only accumulated, whose gradients have not been checked yet,
 //! buffers are restored if one becomes non-finite.
 
+use std::borrow::Cow;
+
+use fused_optim::{Slice, SliceMut};
+
 use crate::Result;
-use crate::engine::{Averaged, DeviceAverages, Engine, round_into, to_f32};
+use crate::engine::{Averaged, DeviceAverages, Engine, HostTensor, round_into, to_f32};
 
 use super::has_non_finite;
 
 /// A model's buffers before a batch.
 #[derive(Debug)]
 pub(super) enum BuffersBefore {
-    Host(Vec<Vec<f32>>),
+    /// Copies in the buffers' own types, allocated once.
+    Host(Vec<HostTensor>),
     /// Copies on the device, and memory for copies of the current buffers.
     Device([Box<dyn DeviceAverages>; 2]),
 }
@@ -39,9 +44,10 @@ impl BuffersBefore {
             *self = Self::Device(copies);
             return Ok(());
         }
+        let Self::Host(copies) = self else { return Ok(()) };
         engine.with_buffers(&mut |buffers| {
-            let copies = buffers.iter().map(|buffer| to_f32(buffer.as_slice()).into_owned());
-            *self = Self::Host(copies.collect());
+            copies.resize_with(buffers.len(), || HostTensor::F32(Vec::new()));
+            copies.iter_mut().zip(&*buffers).for_each(|(copy, buffer)| fill(copy, buffer));
             Ok(())
         })
     }
@@ -66,12 +72,83 @@ impl BuffersBefore {
             return Ok(());
         }
         let copies = match self {
-            Self::Host(copies) => copies,
-            Self::Device([before, _]) => &before.to_host()?,
+            Self::Host(copies) => Cow::Borrowed(copies),
+            Self::Device([before, _]) => {
+                Cow::Owned(before.to_host()?.into_iter().map(HostTensor::F32).collect())
+            }
         };
         engine.with_buffers(&mut |buffers| {
-            buffers.iter_mut().zip(copies).for_each(|(buffer, copy)| round_into(buffer, copy));
+            buffers.iter_mut().zip(&*copies).for_each(|(buffer, copy)| write(buffer, copy));
             Ok(())
         })
+    }
+}
+
+/// Copies a buffer into the memory of its last copy.
+fn fill(copy: &mut HostTensor, buffer: &SliceMut<'_>) {
+    match (copy, buffer.as_slice()) {
+        (HostTensor::F32(copy), Slice::F32(buffer)) => refill(copy, buffer),
+        (HostTensor::F16(copy), Slice::F16(buffer)) => refill(copy, buffer),
+        (HostTensor::Bf16(copy), Slice::Bf16(buffer)) => refill(copy, buffer),
+        (copy, Slice::F32(buffer)) => *copy = HostTensor::F32(buffer.to_vec()),
+        (copy, Slice::F16(buffer)) => *copy = HostTensor::F16(buffer.to_vec()),
+        (copy, Slice::Bf16(buffer)) => *copy = HostTensor::Bf16(buffer.to_vec()),
+    }
+}
+
+fn refill<T: Copy>(copy: &mut Vec<T>, buffer: &[T]) {
+    copy.clear();
+    copy.extend_from_slice(buffer);
+}
+
+/// Writes a copy back into its buffer.
+fn write(buffer: &mut SliceMut<'_>, copy: &HostTensor) {
+    match (buffer, copy) {
+        (SliceMut::F16(buffer), HostTensor::F16(copy)) => buffer.copy_from_slice(copy),
+        (SliceMut::Bf16(buffer), HostTensor::Bf16(copy)) => buffer.copy_from_slice(copy),
+        (buffer, copy) => round_into(buffer, &to_f32(copy.as_slice())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::f16;
+
+    use super::*;
+    use crate::testing::{FakeEngine, Values};
+
+    #[test]
+    fn copies_are_allocated_once_and_restore_each_type() {
+        let nan = f16::from_bits(0x7e01);
+        let buffers = [
+            ("mean", Values::F32(vec![1.0, f32::MIN_POSITIVE / 4.0])),
+            ("half", Values::F16(vec![nan, f16::ONE])),
+        ];
+        let mut engine = FakeEngine::new(&[], &buffers);
+        let mut kept = BuffersBefore::new();
+        let addresses = |kept: &BuffersBefore| match kept {
+            BuffersBefore::Host(copies) => copies
+                .iter()
+                .map(|copy| match copy {
+                    HostTensor::F32(copy) => copy.as_ptr() as usize,
+                    HostTensor::F16(copy) => copy.as_ptr() as usize,
+                    HostTensor::Bf16(copy) => copy.as_ptr() as usize,
+                })
+                .collect::<Vec<_>>(),
+            BuffersBefore::Device(_) => panic!("on a device"),
+        };
+        kept.keep(&mut engine, false).unwrap();
+        let first = addresses(&kept);
+        for value in [2.0, 3.0] {
+            engine.buffers[0] = Values::F32(vec![value; 2]);
+            kept.keep(&mut engine, false).unwrap();
+            assert_eq!(addresses(&kept), first);
+            engine.buffers[0] = Values::F32(vec![f32::NAN; 2]);
+            engine.buffers[1] = Values::F16(vec![f16::ZERO; 2]);
+            kept.restore(&mut engine).unwrap();
+            assert_eq!(engine.buffers[0], Values::F32(vec![value; 2]));
+            let Values::F16(half) = &engine.buffers[1] else { panic!("not f16") };
+            assert_eq!([half[0].to_bits(), half[1].to_bits()], [0x7e01, 0x3c00]);
+        }
     }
 }

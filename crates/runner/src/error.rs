@@ -20,6 +20,12 @@ pub enum Error {
     /// A checkpoint is missing, damaged, or of another model.
     #[error("{0}")]
     Checkpoint(String),
+    /// Gradients or weights are no longer finite.
+    #[error("{0}")]
+    Diverged(String),
+    /// The object cannot be used after an earlier error, which the text repeats.
+    #[error("{0}")]
+    Spent(String),
     /// The run ended because one of the ranks received a signal.
     #[error("ended by signal {signal}{}", is_saved(*.saved))]
     Interrupted {

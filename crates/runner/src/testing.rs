@@ -9,13 +9,13 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Sgd, SgdHyper, Slice, SliceMut};
 use half::{bf16, f16};
 
-use crate::Result;
 use crate::data::{Array, Batch, BoxError, DATASETS, Dataset, Sample, SampleRng};
 use crate::engine::{Engine, Losses, StepContext, TensorSpec};
 use crate::evaluate::Metric;
 use crate::model::{MODELS, ModelFactory};
 use crate::optim_wrapper::OptimWrapperFactory;
 use crate::runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
+use crate::{Error, Result};
 
 /// Elements of one tensor.
 #[derive(Clone, Debug, PartialEq)]
@@ -41,6 +41,14 @@ pub(crate) struct FakeEngine {
     pub(crate) params: Vec<Values>,
     pub(crate) buffers: Vec<Values>,
     pub(crate) gradient: f32,
+    /// Number of tokens of a batch, by the index of the step, if known.
+    pub(crate) count: fn(&Batch, usize) -> Option<f64>,
+    /// Number of training steps so far.
+    pub(crate) steps: usize,
+    /// Index of the step from which on loss and gradients are NaN.
+    pub(crate) nan_from: usize,
+    /// Index of the step that fails after its first gradient.
+    pub(crate) fails_at: usize,
 }
 
 impl FakeEngine {
@@ -55,7 +63,16 @@ impl FakeEngine {
             tensors.iter().map(spec).collect()
         });
         let values = |tensors: &[(&str, Values)]| tensors.iter().map(|t| t.1.clone()).collect();
-        Self { specs, params: values(params), buffers: values(buffers), gradient: 1.0 }
+        Self {
+            specs,
+            params: values(params),
+            buffers: values(buffers),
+            gradient: 1.0,
+            count: |_, _| None,
+            steps: 0,
+            nan_from: usize::MAX,
+            fails_at: usize::MAX,
+        }
     }
 }
 
@@ -83,7 +100,10 @@ impl Engine for FakeEngine {
     }
 
     fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
-        let gradient = self.gradient * cx.loss_scale;
+        let step = self.steps;
+        self.steps += 1;
+        let loss = if step >= self.nan_from { f32::NAN } else { 1.0 };
+        let gradient = self.gradient * cx.loss_scale * loss;
         for (index, spec) in self.specs[0].iter().enumerate() {
             let (mut sink, count) = (cx.sink.lock(), spec.count());
             match spec.dtype {
@@ -95,8 +115,15 @@ impl Engine for FakeEngine {
                     sink.ready(index, Slice::Bf16(&vec![bf16::from_f32(gradient); count]))?;
                 }
             }
+            if step == self.fails_at {
+                return Err(Error::Engine("backward failed".into()));
+            }
         }
-        Ok(Losses::new(vec![("loss".into(), 1.0)]))
+        Ok(Losses::new(vec![("loss".into(), loss.into())]))
+    }
+
+    fn loss_count(&self, batch: &Batch) -> Result<Option<f64>> {
+        Ok((self.count)(batch, self.steps))
     }
 
     fn eval(&mut self, _: &Batch) -> Result<Vec<(String, Array)>> {

@@ -52,7 +52,7 @@ pub(crate) use self::tensors::{
 use crate::data::{Layout, StreamPosition};
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
 use crate::model::{LoraOptions, ModelWrapper, with_host_grads};
-use crate::optim_wrapper::OptimWrapperState;
+use crate::optim_wrapper::{OptimWrapperState, PendingCounts};
 use crate::schedulers::Scheduler;
 use crate::{Error, Result};
 
@@ -71,6 +71,9 @@ pub struct Meta {
     pub layout: Layout,
     /// Accumulated gradients that await an optimizer step.
     pub waiting: Waiting,
+    /// Counts of the tokens in these gradients, if losses are weighted by counts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub counts: Option<PendingCounts>,
     /// `accumulative_counts` of the configuration.
     pub accumulative_counts: usize,
     /// Hyper-parameters of the optimizer in the configuration that the run began with.

@@ -233,6 +233,17 @@ pub trait Engine {
     /// Those of the model (a missing field, a wrong shape), of the sink and of the optimizer.
     fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses>;
 
+    /// Returns the number of tokens, or of samples, that the loss of this batch is the mean of. If
+    /// known, batches of a step are weighted by it, over accumulated batches and ranks; by default
+    /// it is not, and they have equal weight. Known for all batches and on all ranks, or for none.
+    ///
+    /// # Errors
+    ///
+    /// Those of the model, as in [`train_step`](Self::train_step).
+    fn loss_count(&self, _batch: &Batch) -> Result<Option<f64>> {
+        Ok(None)
+    }
+
     /// Runs forward in evaluation mode and returns the model's named outputs; their first dimension
     /// is the batch. Autocast does not apply.
     ///

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use collective::reducer::{CommHook, ParamInfo};
 use collective::{
-    ProcessGroup,
+    ProcessGroup, ReduceOp,
     reducer::{Reducer, ReducerOptions},
 };
 use fused_optim::{DType, Slice};
@@ -318,6 +318,15 @@ impl ModelWrapper for DistributedDataParallel {
 
     fn rescale(&mut self, factor: f32) {
         self.inner.lock().reducers.iter_mut().for_each(|reducer| reducer.rescale(factor));
+    }
+
+    fn mean_over_ranks(&self, value: f64) -> Result<f64> {
+        let inner = self.inner.lock();
+        // The groups of all reducers have the same ranks.
+        let Some(reducer) = inner.reducers.first() else { return Ok(value) };
+        let mut sum = [value];
+        reducer.group().all_reduce(&mut sum, ReduceOp::Sum)?;
+        Ok(sum[0] / reducer.group().world_size() as f64)
     }
 
     fn is_state_finite(&self) -> bool {

@@ -149,6 +149,19 @@ pub trait ModelWrapper: Send {
     /// multiplies this rank's share of later gradients.
     fn rescale(&mut self, _factor: f32) {}
 
+    /// Returns the mean of a number over the ranks that average gradients. Every rank calls it; it
+    /// is called only if the model knows [`Engine::loss_count`].
+    ///
+    /// # Errors
+    ///
+    /// Those of communication. By default [`Error::Config`](crate::Error::Config), because a
+    /// wrapper that does not exchange the counts would weigh the ranks wrongly.
+    fn mean_over_ranks(&self, _value: f64) -> Result<f64> {
+        Err(crate::Error::Config(
+            "this model wrapper does not support a model with `loss_count`: implement `mean_over_ranks`".to_owned(),
+        ))
+    }
+
     /// Returns whether this rank's state other than gradients is finite. If not, no checkpoint is
     /// saved.
     fn is_state_finite(&self) -> bool {
@@ -290,6 +303,10 @@ impl<T: WrapperOver> ModelWrapper for T {
 
     fn rescale(&mut self, factor: f32) {
         self.inner_mut().rescale(factor);
+    }
+
+    fn mean_over_ranks(&self, value: f64) -> Result<f64> {
+        self.inner().mean_over_ranks(value)
     }
 
     fn is_state_finite(&self) -> bool {

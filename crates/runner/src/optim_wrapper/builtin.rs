@@ -5,6 +5,7 @@ use fused_optim::{Clip, ClipNorm, DType, Optimizer, clip_grad_norm, clip_grad_va
 
 use super::dict::assign;
 use super::optimizers::refused;
+use super::wrapper::MAX_CONSECUTIVE_SKIPS;
 use super::{
     Member, Multipliers, OPTIMIZERS, OptimWrapper, OptimWrapperFactory, OptimizerConfig, Paramwise,
 };
@@ -37,9 +38,10 @@ fn amp(section: &mut Section) -> Result<OptimWrapperFactory> {
 /// precision and loss scale are set for all parts together.
 fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
     let counts = section.count("accumulative_counts", 1)?;
-    let mixed = ["dtype", "half_parameters", "loss_scale", "skip_non_finite"]
-        .iter()
-        .any(|key| section.has(key));
+    let mixed =
+        ["dtype", "half_parameters", "loss_scale", "skip_non_finite", "max_consecutive_skips"]
+            .iter()
+            .any(|key| section.has(key));
     let precision = mixed.then(|| Precision::read(section)).transpose()?;
     let mut parts = Vec::new();
     for (name, mut table) in section.named_sections()? {
@@ -96,6 +98,9 @@ impl Config {
                 OptimWrapper::of_members(members, self.counts)
             }
         };
+        let max_skips = self.precision.as_ref().map(|precision| precision.max_skips);
+        let wrapper =
+            wrapper.with_max_consecutive_skips(max_skips.unwrap_or(MAX_CONSECUTIVE_SKIPS));
         let (autocast, scaler) = match self.precision {
             Some(precision) => (precision.autocast, precision.scaler),
             // Same as `AmpOptimWrapper` without options.
@@ -209,7 +214,8 @@ fn read_clip(mut section: Section) -> Result<Clip> {
     Ok(clip)
 }
 
-/// Precision set by `dtype`, `half_parameters`, `loss_scale` and `skip_non_finite`.
+/// Precision set by `dtype`, `half_parameters`, `loss_scale`, `skip_non_finite` and
+/// `max_consecutive_skips`.
 struct Precision {
     /// Type of the parameters.
     dtype: DType,
@@ -217,6 +223,8 @@ struct Precision {
     autocast: Option<DType>,
     /// `None`: gradients are not checked.
     scaler: Option<LossScaler>,
+    /// Number of skipped steps in a row after which the run ends.
+    max_skips: usize,
 }
 
 impl Precision {
@@ -243,7 +251,8 @@ impl Precision {
                  `loss_scale`, or remove this key";
             section.note(section.error_about("skip_non_finite", why))?;
         }
-        Ok(Self { dtype, autocast, scaler: skips.then_some(scaler) })
+        let max_skips = section.count("max_consecutive_skips", MAX_CONSECUTIVE_SKIPS)?;
+        Ok(Self { dtype, autocast, scaler: skips.then_some(scaler), max_skips })
     }
 }
 

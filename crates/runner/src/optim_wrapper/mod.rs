@@ -8,6 +8,7 @@
 
 mod buffers;
 mod builtin;
+mod counts;
 mod dict;
 mod optimizers;
 mod overflow;
@@ -18,6 +19,7 @@ use ::amp::ScalerState;
 use fused_optim::{Applied, Clip, DType, Optimizer, ParamSpec, StateDict};
 
 pub use builtin::OPTIM_WRAPPERS;
+pub use counts::PendingCounts;
 pub use dict::{Member, OptimizerDict, assign};
 pub use optimizers::{OPTIMIZERS, OptimizerConfig};
 pub(crate) use overflow::has_non_finite;
@@ -116,6 +118,13 @@ impl OptimWrapperFactory {
             placement.check_clip(Some(clip))?;
             Ok(wrapper.with_clip_grad(Some(clip)))
         })
+    }
+
+    /// Ends the run after this number of skipped steps in a row, see
+    /// [`OptimWrapper::with_max_consecutive_skips`].
+    #[must_use]
+    pub fn max_consecutive_skips(self, count: usize) -> Self {
+        self.map(move |wrapper, _| Ok(wrapper.with_max_consecutive_skips(count)))
     }
 
     /// Changes the wrapper after its creation.

@@ -14,16 +14,20 @@
 //! wrapper's share of later gradients follows the scale. On a device that saturates, an
 //! `OverflowCheck` detects infinities before they reach it.
 
+use std::sync::Arc;
+
 use ::amp::LossScaler;
 use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
+use parking_lot::Mutex;
 use serde_json::Value;
 use tracing::debug_span;
 
 use super::buffers::BuffersBefore;
+use super::counts::{LossCounts, PendingCounts, ZeroSink};
 use super::overflow::OverflowCheck;
 use super::{Accumulation, Member, OptimWrapperState, OptimizerDict, Update};
 use crate::data::Batch;
-use crate::engine::{Engine, EngineState, OptimizerStep, StepContext, TensorSpec};
+use crate::engine::{Engine, EngineState, OptimizerStep, StepContext, TensorSpec, to_f32};
 use crate::model::{ModelWrapper, with_host_grads};
 use crate::placement::Overflows;
 use crate::{Error, Result};
@@ -43,9 +47,18 @@ pub struct OptimWrapper {
     autocast: Option<DType>,
     overflow: Option<OverflowCheck>,
     buffers: BuffersBefore,
+    counts: LossCounts,
+    /// Number of steps skipped in a row, and the number at which an error ends the run.
+    skipped: usize,
+    max_skipped: usize,
     /// Result of the last batch's step, if it ended with one.
     last: Option<Applied>,
+    /// Error of an earlier batch or step, whose gradients may be incomplete.
+    failed: Option<String>,
 }
+
+/// Default of [`with_max_consecutive_skips`](OptimWrapper::with_max_consecutive_skips).
+pub(super) const MAX_CONSECUTIVE_SKIPS: usize = 100;
 
 impl OptimWrapper {
     /// Wraps `optimizer`; it steps every `accumulative_counts` batches, with unscaled gradients.
@@ -61,7 +74,11 @@ impl OptimWrapper {
             autocast: None,
             overflow: None,
             buffers: BuffersBefore::new(),
+            counts: LossCounts::default(),
+            skipped: 0,
+            max_skipped: MAX_CONSECUTIVE_SKIPS,
             last: None,
+            failed: None,
         }
     }
 
@@ -76,6 +93,14 @@ impl OptimWrapper {
     #[must_use]
     pub fn with_mixed_precision(mut self, scaler: LossScaler) -> Self {
         (self.scaler, self.is_mixed) = (scaler, true);
+        self
+    }
+
+    /// Sets the number of skipped steps in a row after which
+    /// [`update_params`](Self::update_params) is an error; 0 counts as 1. Defaults to 100.
+    #[must_use]
+    pub fn with_max_consecutive_skips(mut self, count: usize) -> Self {
+        self.max_skipped = count.max(1);
         self
     }
 
@@ -184,6 +209,21 @@ impl OptimWrapper {
         serde_json::from_str(&groups).map_err(|e| Error::Config(format!("param_groups: {e}")))
     }
 
+    /// Returns the options that must be equal on all ranks, by name.
+    pub(crate) fn options(&self, hyper_params: &Value) -> Vec<(String, String)> {
+        let mut options = vec![
+            ("the optimizer".to_owned(), self.optimizer.kind().to_owned()),
+            ("accumulative_counts".to_owned(), self.accumulation.counts().to_string()),
+            ("clip_grad".to_owned(), format!("{:?}", self.clip)),
+            ("loss_scale".to_owned(), format!("{:?}", self.scaler)),
+            ("autocast".to_owned(), format!("{:?}", self.autocast)),
+            ("skip_non_finite".to_owned(), self.is_mixed.to_string()),
+            ("max_consecutive_skips".to_owned(), self.max_skipped.to_string()),
+        ];
+        flatten("param_groups", hyper_params, &mut options);
+        options
+    }
+
     /// Restores a saved state.
     ///
     /// # Errors
@@ -214,11 +254,27 @@ impl OptimWrapper {
     /// Trains on one batch: forward, backward, and the optimizer step if it is due. `state` is the
     /// engine's.
     ///
+    /// If the engine knows the [count](Engine::loss_count) that a loss is the mean of, a step is the
+    /// mean over all of its tokens, over batches and ranks; otherwise each batch has the same
+    /// weight.
+    ///
     /// # Errors
     ///
-    /// Those of the engine, of communication, and of the optimizer; also a loss scale that has
-    /// reached its minimum.
+    /// Those of the engine, of communication, and of the optimizer; a loss scale that has reached
+    /// its minimum; [`Error::Diverged`] after too many skipped steps in a row; [`Error::Engine`] if
+    /// no parameter has a gradient. After an error each later call is [`Error::Spent`], because
+    /// gradients of the failed batch may be left.
     pub fn update_params(
+        &mut self,
+        engine: &mut dyn Engine,
+        model: &mut dyn ModelWrapper,
+        batch: &Batch,
+        state: &mut EngineState,
+    ) -> Result<Update> {
+        self.unless_spent(|optim| optim.update(engine, model, batch, state))
+    }
+
+    fn update(
         &mut self,
         engine: &mut dyn Engine,
         model: &mut dyn ModelWrapper,
@@ -229,18 +285,23 @@ impl OptimWrapper {
         let scale = self.loss_scale();
         let steps_there = self.optimizer.as_device().is_some();
         let role = self.accumulation.next_batch();
-        let ctl = self.step_ctl();
+        let count = engine.loss_count(batch)?;
+        let share = self.counts.add(count, role.divisor, model)?;
+        let ctl = role.steps.then(|| self.step_ctl(model)).transpose()?;
         let mut cx = StepContext {
-            loss_scale: self.loss_scale() / role.divisor as f32,
+            loss_scale: (f64::from(scale / role.divisor as f32) * share) as f32,
             autocast: self.autocast,
             sync: role.steps,
             ..StepContext::new(model.sink(), state)
         };
         // With an overflow check the result is known only after backward.
-        if role.steps && self.overflow.is_none() {
+        if let Some(ctl) = ctl.filter(|_| self.overflow.is_none()) {
             cx.step = Some(OptimizerStep::new(&mut *self.optimizer, ctl));
         }
         model.prepare(Some(&mut *engine), &mut cx)?;
+        if count == Some(0.0) {
+            cx.sink = Arc::new(Mutex::new(ZeroSink(cx.sink)));
+        }
         if let Some(overflow) = &mut self.overflow {
             cx.sink = overflow.before_forward(cx.sink)?;
         }
@@ -252,10 +313,10 @@ impl OptimWrapper {
         let (note, warning) = (cx.note, cx.warning);
         let mut applied = cx.step.and_then(|step| step.applied);
         model.finish()?;
-        if role.steps {
+        if let Some(ctl) = ctl {
             match applied {
-                Some(applied) => self.stepped(applied)?,
-                None => applied = Some(self.step(engine, model)?),
+                Some(applied) => self.stepped(applied, &ctl, engine, model)?,
+                None => applied = Some(self.step_by(ctl, engine, model)?),
             }
             model.zero_grad();
             if self.loss_scale() != scale {
@@ -273,36 +334,138 @@ impl OptimWrapper {
     }
 
     /// Only steps the optimizer, with the present gradients: a skipped step does not restore
-    /// buffers.
+    /// buffers. Every rank calls it.
     ///
     /// # Errors
     ///
     /// As [`update_params`](Self::update_params).
     pub fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
+        self.unless_spent(|optim| {
+            let ctl = optim.step_ctl(model)?;
+            optim.step_by(ctl, engine, model)
+        })
+    }
+
+    fn step_by(
+        &mut self,
+        mut ctl: StepCtl,
+        engine: &mut dyn Engine,
+        model: &dyn ModelWrapper,
+    ) -> Result<Applied> {
         let _span = debug_span!(target: "runner", "optimizer").entered();
-        let mut ctl = self.step_ctl();
         if let Some(overflow) = &mut self.overflow
             && overflow.found()?
         {
             ctl.found_inf = FoundInf::Known(true);
         }
         let applied = run(OptimizerStep::new(&mut *self.optimizer, ctl), engine, model)?;
-        self.stepped(applied)?;
+        self.stepped(applied, &ctl, engine, model)?;
         Ok(applied)
     }
 
-    /// Returns the options of the next step.
-    fn step_ctl(&self) -> StepCtl {
+    /// Returns the options of the next step; every rank calls it.
+    fn step_ctl(&self, model: &dyn ModelWrapper) -> Result<StepCtl> {
         let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
-        StepCtl { grad_scale: self.scaler.inv_scale(), found_inf, clip: self.clip }
+        let factor = self.counts.step_factor(model)?;
+        let grad_scale = (f64::from(self.scaler.inv_scale()) * factor) as f32;
+        Ok(StepCtl { grad_scale, found_inf, clip: self.clip })
     }
 
     /// Records the result of a step.
-    fn stepped(&mut self, applied: Applied) -> Result<()> {
+    fn stepped(
+        &mut self,
+        applied: Applied,
+        ctl: &StepCtl,
+        engine: &dyn Engine,
+        model: &dyn ModelWrapper,
+    ) -> Result<()> {
         self.last = Some(applied);
-        self.scaler.update(applied == Applied::SkippedNonFinite)?;
+        self.counts.clear();
+        let is_skipped = applied == Applied::SkippedNonFinite;
+        self.skipped = if is_skipped { self.skipped + 1 } else { 0 };
+        if self.skipped >= self.max_skipped {
+            let first = first_non_finite(ctl.grad_scale, engine, model)?;
+            return Err(self.always_skipped(first));
+        }
+        self.scaler.update(is_skipped)?;
         Ok(())
     }
+
+    /// Error for too many skipped steps in a row; `first` is a parameter whose gradient is not
+    /// finite.
+    fn always_skipped(&self, first: Option<String>) -> Error {
+        let (count, scale) = (self.skipped, self.loss_scale());
+        let first = first.map_or_else(
+            || "the device reports an overflow".to_owned(),
+            |name| format!("the first is that of `{name}`"),
+        );
+        Error::Diverged(format!(
+            "{count} optimizer steps in a row were skipped, because gradients are not finite ({first}; loss scale \
+             {scale}): the weights no longer change; lower the learning rate, clip gradients, or look for the data \
+             that cause it; `max_consecutive_skips` of AmpOptimWrapper sets this number"
+        ))
+    }
+
+    /// Runs `call` unless an earlier call has failed.
+    fn unless_spent<T>(&mut self, call: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        if let Some(why) = &self.failed {
+            return Err(Error::Spent(format!(
+                "this optimizer wrapper is spent after an error, gradients of the failed batch may be left; build \
+                 the run anew, which resumes from its checkpoint; the error was: {why}"
+            )));
+        }
+        call(self).inspect_err(|error| self.failed = Some(error.to_string()))
+    }
+
+    /// Returns the counts of batches that await a step, for a checkpoint; every rank calls it.
+    pub(crate) fn pending_counts(&self, model: &dyn ModelWrapper) -> Result<Option<PendingCounts>> {
+        self.counts.save(model)
+    }
+
+    /// Restores the counts of a checkpoint, in which gradients await a step if `waits`.
+    pub(crate) fn load_pending_counts(&mut self, saved: Option<PendingCounts>, waits: bool) {
+        self.counts.load(saved, waits);
+    }
+}
+
+/// Adds the numbers and texts of a value, by their paths.
+fn flatten(path: &str, value: &Value, all: &mut Vec<(String, String)>) {
+    match value {
+        Value::Array(items) => {
+            let items = items.iter().enumerate();
+            items.for_each(|(index, item)| flatten(&format!("{path}[{index}]"), item, all));
+        }
+        Value::Object(items) => {
+            items.iter().for_each(|(key, item)| flatten(&format!("{path}.{key}"), item, all));
+        }
+        value => all.push((path.to_owned(), value.to_string())),
+    }
+}
+
+/// Returns the name of the first parameter whose gradient, times `scale`, is not finite.
+fn first_non_finite(
+    scale: f32,
+    engine: &dyn Engine,
+    model: &dyn ModelWrapper,
+) -> Result<Option<String>> {
+    let mut first = None;
+    with_host_grads(model, &mut |grads| {
+        let is_bad = |grad: &Option<_>| {
+            let values = grad.map(to_f32);
+            values.is_some_and(|values| values.iter().any(|x| !(x * scale).is_finite()))
+        };
+        first = grads.iter().position(is_bad);
+        Ok(())
+    })?;
+    Ok(first.map(|index| engine.params()[index].name.clone()))
+}
+
+/// Error for a step without any gradient.
+fn without_gradients() -> Error {
+    Error::Engine(
+        "no parameter has a gradient: the loss does not depend on the model (is it detached?)"
+            .to_owned(),
+    )
 }
 
 /// Runs a step with parameters and gradients on the device or on the host.
@@ -316,6 +479,9 @@ fn run(
         && let Some(device) = engine.device()
     {
         model.with_grads(&mut |grads| {
+            if !grads.is_empty() && grads.iter().all(Option::is_none) {
+                return Err(without_gradients());
+            }
             applied = device.optimizer_step(&mut step, grads)?;
             Ok(())
         })?;
@@ -324,6 +490,9 @@ fn run(
     let rows: Vec<usize> = engine.params().iter().map(TensorSpec::rows).collect();
     engine.with_params(&mut |weights| {
         with_host_grads(model, &mut |grads| {
+            if !grads.is_empty() && grads.iter().all(Option::is_none) {
+                return Err(without_gradients());
+            }
             let mut params: Vec<_> = weights
                 .iter_mut()
                 .zip(grads)
@@ -342,13 +511,16 @@ fn run(
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use ::amp::LossScalerOptions;
+    use collective::ProcessGroup;
     use collective::reducer::ReducerOptions;
     use fused_optim::{AdamP, AdamPHyper, Sgd, SgdHyper};
     use half::f16;
 
     use super::*;
-    use crate::data::Batch;
+    use crate::data::{Array, ArrayData, Batch};
     use crate::model::DistributedDataParallel;
     use crate::testing::{FakeEngine, Values, group};
 
@@ -504,5 +676,158 @@ mod tests {
             "{error}"
         );
         assert!(plain.state_dict().unwrap().loss_scaler.is_none());
+    }
+
+    /// Runs a batch; returns the result of its step.
+    fn update(
+        engine: &mut FakeEngine,
+        model: &mut DistributedDataParallel,
+        optim: &mut OptimWrapper,
+    ) -> Result<Option<Applied>> {
+        let state = &mut EngineState::default();
+        optim.update_params(engine, model, &Batch::new(), state).map(|update| update.applied)
+    }
+
+    #[test]
+    fn too_many_skipped_steps_in_a_row_are_an_error_with_parameter_and_scale() {
+        for (scaler, scale) in [(fixed(8.0), "8"), (LossScaler::disabled(), "1")] {
+            let (mut engine, mut model, optim) = parts(1, scaler);
+            let mut optim = optim.with_max_consecutive_skips(3);
+            for gradient in [f32::INFINITY, f32::NAN, 0.5, f32::NAN, f32::NAN] {
+                engine.gradient = gradient;
+                update(&mut engine, &mut model, &mut optim).unwrap();
+            }
+            let error = update(&mut engine, &mut model, &mut optim).unwrap_err();
+            assert!(matches!(error, Error::Diverged(_)));
+            let text = error.to_string();
+            let says = format!(
+                "3 optimizer steps in a row were skipped, because gradients are not finite (the first is that of \
+                 `w`; loss scale {scale})"
+            );
+            assert!(text.starts_with(&says), "{text}");
+            assert_eq!(*weights(&engine), all(0.75));
+        }
+        // By default after 100 steps, each of two batches.
+        let (mut engine, mut model, mut optim) = parts(2, LossScaler::disabled());
+        engine.gradient = f32::NAN;
+        for _ in 0..199 {
+            update(&mut engine, &mut model, &mut optim).unwrap();
+        }
+        update(&mut engine, &mut model, &mut optim).unwrap_err();
+    }
+
+    #[test]
+    fn failed_batch_makes_the_wrapper_spent() {
+        for counts in [1, 2] {
+            let names = [("v", Values::F32(vec![1.0])), ("w", Values::F32(vec![1.0]))];
+            let mut engine = FakeEngine::new(&names, &[]);
+            let options = ReducerOptions::default();
+            let mut model =
+                DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+            let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 2).unwrap();
+            let mut optim = OptimWrapper::new(Box::new(sgd), counts);
+            engine.fails_at = 0;
+            let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
+            assert_eq!(error, "backward failed");
+            for _ in 0..4 {
+                let error = update(&mut engine, &mut model, &mut optim).unwrap_err();
+                assert!(matches!(error, Error::Spent(_)), "{error}");
+                assert!(error.to_string().ends_with("the error was: backward failed"), "{error}");
+            }
+            assert!(matches!(optim.step(&mut engine, &model).unwrap_err(), Error::Spent(_)));
+            assert_eq!(engine.params[0], Values::F32(vec![1.0]));
+        }
+    }
+
+    #[test]
+    fn step_without_any_gradient_is_an_error() {
+        let mut engine = FakeEngine::new(&[], &[]);
+        let spec = FakeEngine::new(&[("w", Values::F32(vec![1.0]))], &[]);
+        let mut options = ReducerOptions::default();
+        options.find_unused_parameters = true;
+        let mut model = DistributedDataParallel::new(group(), spec.params(), options).unwrap();
+        let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
+        let mut optim = OptimWrapper::new(Box::new(sgd), 1);
+        let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
+        assert!(error.starts_with("no parameter has a gradient"), "{error}");
+    }
+
+    /// Returns the number of tokens in a batch.
+    fn tokens(batch: &Batch, _: usize) -> Option<f64> {
+        let ArrayData::F32(tokens) = batch.get("tokens").ok()?.data() else { return None };
+        Some(tokens[0].into())
+    }
+
+    /// Creates a batch of one sample with this number of tokens.
+    fn batch(tokens: f32) -> Batch {
+        Batch::new().with("tokens", Array::new(&[1], ArrayData::F32(vec![tokens])).unwrap())
+    }
+
+    /// Runs batches of `(count, gradient)` on each rank; returns the weight, which begins at 1.
+    fn weighted(ranks: &[Vec<(f32, f32)>], half: bool) -> Vec<f32> {
+        let groups = ProcessGroup::threads(ranks.len(), Duration::from_secs(30)).unwrap();
+        let rank = |group, batches: &[(f32, f32)]| {
+            let ones = match half {
+                true => Values::F16(vec![f16::ONE]),
+                false => Values::F32(vec![1.0]),
+            };
+            let mut engine = FakeEngine::new(&[("w", ones)], &[]);
+            engine.count = tokens;
+            let options = ReducerOptions::default();
+            let mut model = DistributedDataParallel::new(group, engine.params(), options).unwrap();
+            let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
+            let mut optim = OptimWrapper::new(Box::new(sgd), 2);
+            if half {
+                optim = optim.with_mixed_precision(dynamic());
+            }
+            let mut state = EngineState::default();
+            for (count, gradient) in batches {
+                engine.gradient = *gradient;
+                optim.update_params(&mut engine, &mut model, &batch(*count), &mut state).unwrap();
+            }
+            match &engine.params[0] {
+                Values::F16(values) => values[0].to_f32(),
+                Values::F32(values) => values[0],
+                Values::Bf16(_) => panic!("not bf16"),
+            }
+        };
+        std::thread::scope(|scope| {
+            let ranks = groups.into_iter().zip(ranks);
+            let ranks: Vec<_> =
+                ranks.map(|(group, batches)| scope.spawn(|| rank(group, batches))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn step_is_the_mean_over_all_tokens_of_batches_and_ranks() {
+        for half in [false, true] {
+            // (1*1 + 3*2 + 4*3 + 8*4) / 16 = 51/16.
+            let ranks = [vec![(1.0, 1.0), (3.0, 2.0)], vec![(4.0, 3.0), (8.0, 4.0)]];
+            let wanted = 1.0 - 0.5 * 51.0 / 16.0;
+            weighted(&ranks, half).iter().for_each(|w| assert!((w - wanted).abs() < 1e-3, "{w}"));
+            // A batch without tokens counts nothing, on one rank or first of all.
+            let ranks = [vec![(0.0, 9.0), (3.0, 1.0)], vec![(0.0, f32::NAN), (1.0, 2.0)]];
+            let wanted = 1.0 - 0.5 * 5.0 / 4.0;
+            weighted(&ranks, half).iter().for_each(|w| assert!((w - wanted).abs() < 1e-3, "{w}"));
+            assert_eq!(weighted(&[vec![(0.0, 1.0), (0.0, 1.0)]], half), [1.0]);
+        }
+    }
+
+    #[test]
+    fn counts_of_some_batches_only_are_an_error() {
+        let (mut engine, mut model, mut optim) = parts(2, LossScaler::disabled());
+        engine.count = |_, step| (step == 0).then_some(2.0);
+        update(&mut engine, &mut model, &mut optim).unwrap();
+        let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
+        assert!(error.contains("some batches of a step only"), "{error}");
+        let invalid: [fn(&Batch, usize) -> Option<f64>; 3] =
+            [|_, _| Some(-1.0), |_, _| Some(f64::NAN), |_, _| Some(f64::INFINITY)];
+        for count in invalid {
+            let (mut engine, mut model, mut optim) = parts(1, LossScaler::disabled());
+            engine.count = count;
+            let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
+            assert!(error.contains("invalid `loss_count`"), "{error}");
+        }
     }
 }

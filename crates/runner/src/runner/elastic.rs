@@ -75,7 +75,11 @@ impl Runner {
         self.log_takeover([was, is, first], position.iter, [before, now], step_size);
         let position = self.position.clone();
         let step = self.waiting(&position)?.step;
-        let share = meta.waiting.step as f32 / (was.world_size * step) as f32;
+        let mut share = meta.waiting.step as f32 / (was.world_size * step) as f32;
+        if meta.counts.is_some_and(|counts| counts.mean.is_some()) {
+            // Weighted by counts, batches of any size have the weight of their tokens.
+            share *= is.batch_size as f32 / was.batch_size as f32;
+        }
         let step_size = self.schedules.scales_lr.then_some(step_size);
         Ok(Takeover { gradient_share: Some(share), step_size })
     }

@@ -9,9 +9,10 @@ use parking_lot::Mutex;
 use super::{DataLoaderConfig, Hook, Runner, RunnerBuilder, TrainConfig};
 use crate::data::Batch;
 use crate::hooks::CheckpointHook;
+use crate::model::ModelFactory;
 use crate::optim_wrapper::{BuildOptimWrapper, OptimWrapper, OptimWrapperFactory};
 use crate::schedulers::{Floor, Param, SchedulerConfig, Shape};
-use crate::testing::{blank, builder};
+use crate::testing::{FakeEngine, Values, blank, builder};
 use crate::{Error, Result};
 
 /// Records the number of samples and the learning rate of each batch; ends the run before batch
@@ -148,6 +149,36 @@ fn resumed_accumulation_averages_its_gradients() {
         }
     }
     assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn resumed_accumulation_weights_its_gradients_by_tokens() {
+    // All gradients are 1, so a step of wrong weights is not 1.
+    let change = |run: RunnerBuilder, _| {
+        let model: ModelFactory = Box::new(|_| {
+            let mut engine = FakeEngine::new(&[("w", Values::F32(vec![1.0, 2.0]))], &[]);
+            engine.count = |batch, step| Some((batch.len() * [1, 7, 30][step % 3]) as f64);
+            Ok(Box::new(engine))
+        });
+        run.model(model)
+    };
+    for stop in [1, 2, 4, 12] {
+        for (batch, counts, epochs) in [(2, 5, 4), (2, 3, 4), (1, 6, 4), (4, 3, 4), (3, 1, 5)] {
+            let first = Part { stop, counts: 5, ..PART };
+            let last = Part { batch, counts, epochs, ..PART };
+            let second = Part { stop: 2 * stop / batch + 2, ..last };
+            let done = runs(&[first, second, last], change);
+            let seen: usize = done.batches.iter().map(|batch| batch.0).sum();
+            assert_eq!(seen, epochs * 24, "{:?}", done.outcome);
+            let off = (done.steps - done.steps.round()).abs();
+            assert!(off < 1e-4, "{stop} {batch} {counts}: {}", done.steps);
+        }
+    }
+    // Gradients of a run that did not count tokens have no weight.
+    let parts = [Part { stop: 2, ..PART }, PART];
+    let changed = |run, index| if index == 0 { run } else { change(run, index) };
+    let error = runs(&parts, changed).outcome.unwrap_err().to_string();
+    assert!(error.contains("some batches of a step only"), "{error}");
 }
 
 #[test]

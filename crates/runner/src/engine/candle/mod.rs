@@ -394,6 +394,10 @@ impl Engine for CandleEngine {
         losses
     }
 
+    fn loss_count(&self, batch: &Batch) -> Result<Option<f64>> {
+        self.model.loss_count(batch).map_err(|e| Error::Engine(format!("loss_count: {e}")))
+    }
+
     fn check_gradients(&mut self, batch: &Batch, ignore: &[String]) -> Result<Vec<WrongGradient>> {
         self.in_context(|engine| gradcheck::check(engine, batch, ignore))
     }

@@ -29,6 +29,20 @@ pub trait CandleModel: Send {
     /// A missing field, or wrong shapes.
     fn loss(&self, batch: &TensorBatch) -> Result<Loss>;
 
+    /// Returns the number of tokens, or of samples, that the [loss](Self::loss) of this batch is the
+    /// mean of; by default it is not known. If it is, a step is the mean over all of its tokens:
+    /// batches of `accumulative_counts`, and the ranks' batches, are weighted by their counts.
+    /// Otherwise they have equal weight, as in PyTorch's DDP and MMEngine, although their numbers of
+    /// tokens differ. Return it for all batches, or for none.
+    ///
+    /// # Errors
+    ///
+    /// A missing field.
+    fn loss_count(&self, batch: &Batch) -> Result<Option<f64>> {
+        let _ = batch;
+        Ok(None)
+    }
+
     /// Runs forward in evaluation mode; returns named outputs, whose first dimension is the batch.
     ///
     /// # Errors
@@ -40,6 +54,10 @@ pub trait CandleModel: Send {
 impl CandleModel for Box<dyn CandleModel> {
     fn loss(&self, batch: &TensorBatch) -> Result<Loss> {
         (**self).loss(batch)
+    }
+
+    fn loss_count(&self, batch: &Batch) -> Result<Option<f64>> {
+        (**self).loss_count(batch)
     }
 
     fn predict(&self, batch: &TensorBatch) -> Result<Outputs> {

@@ -1,5 +1,5 @@
-//! `Agreement`: decides before which iterations the ranks exchange signals and exhausted time
-//! budgets.
+//! `Agreement`: decides before which iterations the ranks exchange signals, exhausted time budgets,
+//! and a digest of the learning rates, which must not differ.
 //!
 //! The exchange is a collective, in which every rank waits for the slowest. So it happens about
 //! every 20 ms instead of before every iteration; because clocks differ, each exchange also agrees
@@ -7,9 +7,10 @@
 
 use std::time::{Duration, Instant};
 
+use collective::object::all_gather_object;
 use collective::{ProcessGroup, ReduceOp};
 
-use crate::{Result, signals};
+use crate::{Error, Result, signals};
 
 /// Reason for which a run ends early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +19,14 @@ pub(crate) enum Interrupt {
     Budget,
     /// A signal with this number was received.
     Signal(u8),
+}
+
+/// Result of an exchange, equal on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Agreed {
+    pub(super) interrupt: Option<Interrupt>,
+    /// Whether the ranks have one digest; true without an exchange.
+    pub(super) is_same: bool,
 }
 
 /// Time budget of a run, and the ranks' agreement on an early end.
@@ -52,23 +61,54 @@ impl Budget {
         self.agreement = Agreement::default();
     }
 
-    /// Returns whether the run ends now because of the time budget or a signal on any rank. All
-    /// ranks get the same answer. A single rank checks before every iteration; several exchange
-    /// about every [`Agreement::INTERVAL`].
-    pub(super) fn interrupt(&mut self, group: &ProcessGroup) -> Result<Option<Interrupt>> {
+    /// Returns whether the run ends now because of the time budget or a signal on any rank, and
+    /// whether all ranks have the same `digest`. All ranks get the same answer. A single rank checks
+    /// before every iteration; several exchange about every [`Agreement::INTERVAL`].
+    pub(super) fn interrupt(
+        &mut self,
+        group: &ProcessGroup,
+        digest: impl FnOnce() -> u64,
+    ) -> Result<Agreed> {
         let several = group.world_size() > 1;
-        let can_end = self.time.is_some() || signals::are_caught();
-        if several && !(can_end && self.agreement.is_due()) {
-            return Ok(None);
+        if several && !self.agreement.is_due() {
+            return Ok(Agreed { interrupt: None, is_same: true });
         }
         let spent = self.first_step.is_some() && self.left() == Some(Duration::ZERO);
         let own = [u8::from(spent), signals::pending()];
-        let [spent, signal] = if several { self.agreement.exchange(group, own)? } else { own };
-        Ok(match (spent, signal) {
+        let ([spent, signal], is_same) = match several {
+            true => self.agreement.exchange(group, own, digest())?,
+            false => (own, true),
+        };
+        let interrupt = match (spent, signal) {
             (_, 1..) => Some(Interrupt::Signal(signal)),
             (1.., 0) => Some(Interrupt::Budget),
             (0, 0) => None,
-        })
+        };
+        Ok(Agreed { interrupt, is_same })
+    }
+}
+
+/// Compares named values of the ranks. Every rank calls it.
+///
+/// # Errors
+///
+/// [`Error::Config`] on every rank, naming the first value that differs, and its rank.
+pub(super) fn compare(group: &ProcessGroup, what: &str, own: &[(String, String)]) -> Result<()> {
+    if group.world_size() == 1 {
+        return Ok(());
+    }
+    let all = all_gather_object(group, &own.to_vec())?;
+    let differs = all.iter().enumerate().find_map(|(rank, theirs)| {
+        let at = all[0].iter().zip(theirs).position(|(first, theirs)| first != theirs);
+        let ((name, first), (_, theirs)) = at.map(|at| (&all[0][at], &theirs[at]))?;
+        Some(format!("{name} is {first} on rank 0 and {theirs} on rank {rank}"))
+    });
+    match differs {
+        Some(text) => Err(Error::Config(format!("{what} differ between ranks: {text}"))),
+        None if all.iter().any(|theirs| theirs.len() != all[0].len()) => {
+            Err(Error::Config(format!("{what} differ in number between ranks")))
+        }
+        None => Ok(()),
     }
 }
 
@@ -98,17 +138,27 @@ impl Agreement {
         due
     }
 
-    /// Returns the element-wise MAX of the ranks' values. Every rank calls it when it [is
-    /// due](Self::is_due).
-    fn exchange(&mut self, group: &ProcessGroup, own: [u8; 2]) -> Result<[u8; 2]> {
+    /// Returns the element-wise MAX of the ranks' values, and whether their digests are equal.
+    /// Every rank calls it when it [is due](Self::is_due).
+    fn exchange(
+        &mut self,
+        group: &ProcessGroup,
+        own: [u8; 2],
+        digest: u64,
+    ) -> Result<([u8; 2], bool)> {
         let took = self.last.map(|last| last.elapsed());
-        // MAX over (MOST - wanted) yields the smallest wanted value.
-        let mut all = [own[0], own[1], Self::MOST - wanted(took, self.every)];
+        let mut all = [0; 19];
+        // MAX over (MOST - wanted) yields the smallest wanted value. In the same way the largest
+        // and the smallest byte of the digests are known.
+        all[..3].copy_from_slice(&[own[0], own[1], Self::MOST - wanted(took, self.every)]);
+        all[3..11].copy_from_slice(&digest.to_le_bytes());
+        all[11..].copy_from_slice(&(!digest).to_le_bytes());
         group.all_reduce(&mut all, ReduceOp::Max)?;
         self.every = Self::MOST - all[2];
         self.left = self.every - 1;
         self.last = Some(Instant::now());
-        Ok([all[0], all[1]])
+        let is_same = all[3..11].iter().zip(&all[11..]).all(|(most, least)| *most == !least);
+        Ok(([all[0], all[1]], is_same))
     }
 }
 
@@ -144,7 +194,10 @@ mod tests {
                 if agreement.is_due() {
                     // A signal between two exchanges waits for the next.
                     let told = u8::from(group.rank() == 1 && batch >= 700);
-                    let all = agreement.exchange(&group, [0, told * 15]).unwrap();
+                    let digest = 7 + u64::from(batch);
+                    let (all, is_same) =
+                        agreement.exchange(&group, [0, told * 15], digest).unwrap();
+                    assert!(is_same);
                     asked.push(batch);
                     if all != [0, 0] {
                         assert_eq!(all, [0, 15]);

@@ -10,7 +10,7 @@ use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
-use super::agreement::Budget;
+use super::agreement::{Budget, compare};
 use super::finite::UncheckedLosses;
 use super::loading::{LoadOptions, Loaded, Start};
 use super::output::Output;
@@ -291,6 +291,9 @@ impl RunnerBuilder {
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
             let scales_lr = self.auto_scale_lr.is_some();
             let schedules = Schedules::new(self.schedulers, scales_lr, &train, length, &mut optim)?;
+            let mut options = optim.options(&hyper_params);
+            options.extend(schedules.options());
+            compare(&group, "options of optim_wrapper and param_scheduler", &options)?;
             let accumulative_counts = optim.accumulation().counts();
             let runner = Runner {
                 configured: Configured { accumulative_counts, hyper_params, lora: self.lora },

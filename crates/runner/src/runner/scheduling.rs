@@ -3,8 +3,9 @@
 
 use std::ops::Range;
 
-use fused_optim::{Error as OptimError, Optimizer};
+use fused_optim::{Error as OptimError, HyperParam, Optimizer};
 
+use super::agreement::compare;
 use super::{Hook, Length, Priority, Runner, TrainConfig};
 use crate::checkpoint::Position;
 use crate::config::unknown;
@@ -49,6 +50,12 @@ impl Schedules {
 
     pub(super) fn all(&self) -> &[Scheduler] {
         &self.all
+    }
+
+    /// Returns the schedulers as texts, which must be equal on all ranks.
+    pub(super) fn options(&self) -> impl Iterator<Item = (String, String)> {
+        let all = self.all.iter().enumerate();
+        all.map(|(index, scheduler)| (format!("param_scheduler {index}"), format!("{scheduler:?}")))
     }
 
     /// Resumes the schedulers of a checkpoint, of the same number, and returns their differences
@@ -225,6 +232,38 @@ pub(super) fn write_values(
     Ok(())
 }
 
+/// Hyper-parameters that hooks may set between steps.
+const CHANGEABLE: [HyperParam; 3] = [HyperParam::Lr, HyperParam::Momentum, HyperParam::WeightDecay];
+
+/// Returns the hyper-parameters that hooks may set, by group.
+fn changeable(optimizer: &dyn Optimizer) -> impl Iterator<Item = (usize, HyperParam, f64)> {
+    let all = (0..optimizer.group_count()).flat_map(|group| CHANGEABLE.map(|param| (group, param)));
+    all.filter_map(|(group, param)| {
+        Some((group, param, optimizer.hyper_param(group, param).ok()??))
+    })
+}
+
+/// Returns a number that differs if hyper-parameters differ (FNV-1a).
+pub(super) fn digest(optimizer: &dyn Optimizer) -> u64 {
+    changeable(optimizer)
+        .flat_map(|(.., value)| value.to_bits().to_le_bytes())
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+}
+
+impl Runner {
+    /// Returns an error, on every rank, if ranks have different hyper-parameters: their weights
+    /// would diverge. Every rank calls it.
+    pub(super) fn compare_rates(&self) -> Result<()> {
+        let own = changeable(self.optim.optimizer());
+        let own = own.map(|(group, param, value)| (format!("{param} of group {group}"), value));
+        let own: Vec<_> = own.map(|(name, value)| (name, value.to_string())).collect();
+        let iter = self.position.iter;
+        compare(&self.group, &format!("hyper-parameters at iteration {iter}"), &own)
+    }
+}
+
 /// Scales every group's learning rate from batches of `base` samples to `batch`. Returns the
 /// message for the log.
 pub(super) fn scale_lr(
@@ -254,12 +293,16 @@ const LEAST_MOMENTUM: f64 = f32::MIN_POSITIVE as f64;
 
 #[cfg(test)]
 mod tests {
-    use fused_optim::{Applied, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
+    use std::time::Duration;
+
+    use collective::ProcessGroup;
+    use fused_optim::{Applied, Clip, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
 
     use super::*;
     use crate::hooks::EarlyStoppingHook;
+    use crate::runner::RunnerBuilder;
     use crate::schedulers::{Plateau, Rule, Shape, Threshold};
-    use crate::testing::{Metrics, blank, builder};
+    use crate::testing::{Metrics, blank, builder, sgd};
 
     /// Halves the learning rate after each validation without improvement.
     fn plateau() -> Shape {
@@ -343,5 +386,97 @@ mod tests {
         }
         // Without a buffer, none can be added.
         write_values(&mut without, Param::Momentum, 0..1, &[0.5]).unwrap_err();
+    }
+
+    /// Runs two ranks with these changes, and returns their results.
+    fn two_ranks(
+        change: impl Fn(RunnerBuilder, usize) -> RunnerBuilder + Sync,
+    ) -> Vec<Result<Vec<(String, f64)>>> {
+        let dir = tempfile::tempdir().unwrap();
+        let groups = ProcessGroup::threads(2, Duration::from_secs(30)).unwrap();
+        let rank = |group: ProcessGroup| {
+            let rank = group.rank();
+            let run = builder(dir.path(), 40).process_group(group);
+            change(run, rank).build().and_then(|mut run| run.train())
+        };
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = groups.into_iter().map(|g| scope.spawn(|| rank(g))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    /// Sets a learning rate at an iteration.
+    struct SetRate(usize, f64);
+
+    impl Hook for SetRate {
+        fn name(&self) -> &'static str {
+            "SetRate"
+        }
+
+        fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
+            if runner.position().iter == self.0 {
+                runner.optim_wrapper_mut().optimizer_mut().set_lr(0, self.1)?;
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn learning_rates_that_differ_between_ranks_are_an_error_on_all() {
+        // Both the first iterations and the last one of 20.
+        for iter in [0, 3, 19] {
+            let done = two_ranks(|run, rank| match rank {
+                0 => run,
+                _ => run.hook(Box::new(SetRate(iter, 0.2))),
+            });
+            for error in done {
+                let error = error.unwrap_err().to_string();
+                assert!(
+                    error.contains("learning rate of group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
+                    "{error}"
+                );
+            }
+        }
+        let done = two_ranks(|run, _| run.hook(Box::new(SetRate(3, 0.2))));
+        assert!(done.iter().all(Result::is_ok), "{done:?}");
+    }
+
+    #[test]
+    fn options_that_differ_between_ranks_are_refused() {
+        type Change = fn(RunnerBuilder) -> RunnerBuilder;
+        let linear = || {
+            let shape = Shape::Linear { start_factor: 0.5, end_factor: 1.0 };
+            SchedulerConfig { by_epoch: false, ..SchedulerConfig::new(Param::Lr, shape) }
+        };
+        let cases: [(Change, &str); 4] = [
+            (
+                |run| run.optim_wrapper(sgd(0.2)),
+                "param_groups[0].lr is 0.1 on rank 0 and 0.2 on rank 1",
+            ),
+            (
+                |run| run.optim_wrapper(sgd(0.1).accumulate(2)),
+                "accumulative_counts is 1 on rank 0 and 2 on rank 1",
+            ),
+            (
+                |run| run.optim_wrapper(sgd(0.1).clip(Clip::Value(1.0))),
+                "clip_grad is None on rank 0",
+            ),
+            (
+                |run| run.optim_wrapper(sgd(0.1).max_consecutive_skips(3)),
+                "max_consecutive_skips is 100 on rank 0",
+            ),
+        ];
+        for (change, says) in cases {
+            let done = two_ranks(|run, rank| if rank == 1 { change(run) } else { run });
+            for error in done {
+                let error = error.unwrap_err().to_string();
+                assert!(error.contains(says), "{error}");
+            }
+        }
+        let done =
+            two_ranks(|run, rank| if rank == 1 { run.param_scheduler(linear()) } else { run });
+        for error in done {
+            assert!(error.unwrap_err().to_string().contains("differ in number between ranks"));
+        }
     }
 }

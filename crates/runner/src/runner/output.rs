@@ -272,6 +272,14 @@ impl Runner {
         if self.train_data.loader.is_some() {
             let (length, iters) = (self.train.length, self.max_iters());
             warnings.extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(length, iters)));
+            let differ = group.world_size() > 1 && !self.engine.buffers().is_empty();
+            let evaluates = self.evaluations.iter().any(Option::is_some);
+            if differ && evaluates && !self.has_hook("SyncBuffersHook") {
+                warnings.push(
+                    "without SyncBuffersHook each rank validates with its own buffers (batch-norm statistics): add it"
+                        .to_owned(),
+                );
+            }
         }
         warnings.extend(self.train_data.stream.as_ref().and_then(TrainStream::warning));
         lines.extend(self.engine.compile_report().map(|report| report.to_string()));

@@ -386,7 +386,8 @@ impl Hook for EmaHook {
     }
 
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        self.updates = state["updates"].as_u64().unwrap_or(0);
+        let none = || Error::Checkpoint(format!("EMAHook: no number of updates in {state}"));
+        self.updates = state["updates"].as_u64().ok_or_else(none)?;
         Ok(())
     }
 }

@@ -351,8 +351,14 @@ fn train(args: TrainArgs) -> Result<ExitCode> {
         (false, _) => ExitCode::SUCCESS,
         (true, true) => ExitCode::from(signals::EXIT_CODE),
         (true, false) => {
-            let text = "the time budget is exhausted, and no checkpoint was saved \
-                        (add CheckpointHook to save one)";
+            let text = match runner.has_hook("CheckpointHook") {
+                true => {
+                    "the time budget is exhausted, and no checkpoint to resume from was saved (see the log)"
+                }
+                false => {
+                    "the time budget is exhausted, and no checkpoint was saved (add CheckpointHook to save one)"
+                }
+            };
             record_failure(text);
             tell("error", text);
             ExitCode::from(signals::EXIT_TIMEOUT)

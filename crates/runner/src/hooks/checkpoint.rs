@@ -167,9 +167,6 @@ impl CheckpointHook {
 
     fn save(&mut self, runner: &mut Runner, position: Position, why: Why) -> Result<()> {
         let (name, place) = self.name_of(&position);
-        if why != Why::Best {
-            runner.logger().info(&format!("Saving checkpoint at {place}"));
-        }
         // The saved list still contains the checkpoints that this one replaces, so that the next
         // run removes them after a kill.
         let CheckpointHookState { mut written, mut extra, .. } = self.state.clone();
@@ -188,6 +185,9 @@ impl CheckpointHook {
             ..Save::resumable(&name, position)
         };
         if runner.save_checkpoint(save)? {
+            if why != Why::Best {
+                runner.logger().info(&format!("Saving checkpoint at {place}"));
+            }
             (self.state.written, self.state.extra, self.replaced) = (written, extra, replaced);
         }
         Ok(())

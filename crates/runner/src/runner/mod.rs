@@ -109,12 +109,15 @@ impl Runner {
     ///
     /// [`Error::Interrupted`], on every rank, after a signal to any of them, with a checkpoint if a
     /// hook saves one. Otherwise the first error of any part: the process group is aborted with its
-    /// text, so that the other ranks end as well and report it.
+    /// text, so that the other ranks end as well and report it. [`Error::Diverged`] if weights are
+    /// not finite at the end. After an error other than an interruption each later call is
+    /// [`Error::Spent`].
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
         self.traced(Self::train_untraced)
     }
 
     fn train_untraced(&mut self) -> Result<Vec<(String, f64)>> {
+        self.check_unspent()?;
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
         let _span = info_span!(target: "runner", "train", rank, world_size).entered();
         let status = &mut self.status;
@@ -133,6 +136,7 @@ impl Runner {
     ///
     /// [`Error::Config`] without a validation set; otherwise as [`train`](Self::train).
     pub fn validate(&mut self) -> Result<Vec<(String, f64)>> {
+        self.check_unspent()?;
         let metrics = self.traced(|runner| evaluation::evaluate_only(runner, EvalSplit::Val));
         self.or_abort(metrics)
     }
@@ -143,15 +147,17 @@ impl Runner {
     ///
     /// [`Error::Config`] without a test set; otherwise as [`train`](Self::train).
     pub fn test(&mut self) -> Result<Vec<(String, f64)>> {
+        self.check_unspent()?;
         let metrics = self.traced(|runner| evaluation::evaluate_only(runner, EvalSplit::Test));
         self.or_abort(metrics)
     }
 
-    fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
+    fn or_abort<T>(&mut self, result: Result<T>) -> Result<T> {
         result.inspect_err(|error| {
             // All ranks end at an interruption; and a group that has failed keeps its first reason.
             if !matches!(error, Error::Interrupted { .. }) {
                 self.group.abort(&error.to_string());
+                self.status.failed = Some(error.to_string());
             }
         })
     }
@@ -299,6 +305,11 @@ impl Runner {
         self.status.trains
     }
 
+    /// Returns whether the run has a hook of this name.
+    pub(crate) fn has_hook(&self, name: &str) -> bool {
+        self.hooks.iter().any(|(_, hook)| hook.name() == name)
+    }
+
     /// Returns whether the run ends early, see [`Hook::on_interrupt`].
     #[must_use]
     pub fn is_interrupted(&self) -> bool {
@@ -317,9 +328,15 @@ impl Runner {
         visit_whole_model(&mut *self.engine, &mut |_, _, slice| broadcast(group, slice))
     }
 
-    /// Returns whether the run ends now, see [`Budget::interrupt`].
+    /// Returns whether the run ends now, see [`Budget::interrupt`]; an error if learning rates
+    /// differ between ranks.
     pub(crate) fn interrupt(&mut self) -> Result<Option<Interrupt>> {
-        self.budget.interrupt(&self.group)
+        let optimizer = self.optim.optimizer();
+        let agreed = self.budget.interrupt(&self.group, || scheduling::digest(optimizer))?;
+        if !agreed.is_same {
+            self.compare_rates()?;
+        }
+        Ok(agreed.interrupt)
     }
 
     pub(crate) fn train_loader(&self) -> Result<&DataLoader> {

@@ -5,13 +5,16 @@
 //! called. So the checkpoint does not depend on their order: every scheduler has stepped, every
 //! hook has counted, and `EMAHook` has restored the weights that it replaced for a validation.
 
+use std::path::PathBuf;
+
+use collective::object::broadcast_object;
 use serde_json::Value;
 use tracing::info_span;
 
 use super::{Hook, Runner};
-use crate::Result;
 use crate::checkpoint::{self, Position, WorkDirLock, check_name};
 use crate::model::LoraOptions;
+use crate::{Error, Result};
 
 /// A request for a checkpoint.
 #[derive(Clone, Debug)]
@@ -71,6 +74,13 @@ pub(super) struct Status {
     requested: Vec<Save>,
     /// Iteration of the newest checkpoint that the run can resume from.
     pub(super) resumable: Option<usize>,
+    /// That checkpoint.
+    pub(super) good: Option<PathBuf>,
+    /// Iteration of the first checkpoint since then that was not saved, because the model was not
+    /// finite.
+    pub(super) refused: Option<usize>,
+    /// Error that ended this run.
+    pub(super) failed: Option<String>,
     /// Lock of the work directory, while this run holds it.
     pub(super) lock: Option<WorkDirLock>,
 }
@@ -93,15 +103,20 @@ impl Runner {
     /// # Errors
     ///
     /// Those of [`checkpoint::save`](crate::checkpoint::save), on every rank; a name that a
-    /// checkpoint cannot have is refused at once.
+    /// checkpoint cannot have is refused at once; [`Error::Config`] if learning rates differ
+    /// between ranks; [`Error::Spent`] after an error of the run.
     pub fn save_checkpoint(&mut self, save: Save) -> Result<bool> {
+        self.check_unspent()?;
         std::iter::once(&save.name).chain(&save.replaces).try_for_each(|n| check_name(n))?;
         self.check_all_losses()?;
-        if let Some(what) = self.find_non_finite()? {
-            let text = format!("{} is not saved: {what} not finite", save.name);
+        self.compare_rates()?;
+        if let Some(found) = self.find_non_finite()? {
+            let text = format!("{} is not saved: {} not finite", save.name, found.what);
             self.logger().warning(&text);
+            self.status.refused.get_or_insert(save.position.iter);
             return Ok(false);
         }
+        self.status.refused = None;
         self.status.requested.push(save);
         if !self.status.in_hooks {
             self.write_requested()?;
@@ -142,7 +157,7 @@ impl Runner {
         let span = info_span!(target: "runner", "save", name = save.name.as_str());
         span.in_scope(|| self.write_checkpoint(&save))?;
         if save.optimizer {
-            self.note_resumable(save.position.configured_iter());
+            self.note_resumable(save.position.configured_iter(), self.work_dir().join(&save.name));
         }
         let replaced: Vec<_> = save.replaces.iter().map(|n| self.work_dir().join(n)).collect();
         self.remove_checkpoints(&replaced);
@@ -151,16 +166,38 @@ impl Runner {
     }
 
     /// Records that the run can resume from a checkpoint at this iteration (of the configuration).
-    pub(crate) fn note_resumable(&mut self, iter: usize) {
-        self.status.resumable = Some(iter);
+    pub(crate) fn note_resumable(&mut self, iter: usize, path: PathBuf) {
+        (self.status.resumable, self.status.good) = (Some(iter), Some(path));
+    }
+
+    /// Runs `call` on rank 0. Its error is one on every rank.
+    pub(super) fn on_rank_0(&mut self, call: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let own = (self.group.rank() == 0).then(|| call(self));
+        let why = own.as_ref().map(|own| own.as_ref().err().map(ToString::to_string));
+        let why = broadcast_object::<Option<String>>(&self.group, why, 0)?;
+        match (own, why) {
+            (Some(own), _) => own,
+            (None, Some(why)) => Err(Error::Checkpoint(format!("rank 0: {why}"))),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// Returns an error if an earlier one has ended this run.
+    pub(super) fn check_unspent(&self) -> Result<()> {
+        match &self.status.failed {
+            None => Ok(()),
+            Some(why) => Err(Error::Spent(format!(
+                "this run has ended with an error: build a new one, which resumes from the last checkpoint; the \
+                 error was: {why}"
+            ))),
+        }
     }
 
     /// Replaces the state of one hook in a checkpoint, on rank 0.
-    pub(crate) fn record_hook_state(&self, name: &str, hook: &str, state: Value) -> Result<()> {
-        if self.group.rank() == 0 {
-            checkpoint::record_hook_state(&self.work_dir().join(name), hook, state)?;
-        }
-        Ok(self.group.barrier()?)
+    pub(crate) fn record_hook_state(&mut self, name: &str, hook: &str, state: Value) -> Result<()> {
+        self.on_rank_0(|runner| {
+            checkpoint::record_hook_state(&runner.work_dir().join(name), hook, state)
+        })
     }
 
     /// Lets the hooks save a checkpoint. Returns whether the run can resume from here; if not, logs
@@ -184,5 +221,53 @@ struct Absent;
 impl Hook for Absent {
     fn name(&self) -> &'static str {
         "absent"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::time::Duration;
+
+    use collective::ProcessGroup;
+
+    use super::*;
+    use crate::checkpoint::newest;
+    use crate::testing::builder;
+
+    /// Runs `call` on two ranks after their training.
+    fn after_training(
+        dir: &Path,
+        call: impl Fn(&mut Runner) -> Result<bool> + Sync,
+    ) -> Vec<Result<bool>> {
+        let groups = ProcessGroup::threads(2, Duration::from_secs(30)).unwrap();
+        let rank = |group: ProcessGroup| {
+            let mut run = builder(dir, 4).process_group(group).build().unwrap();
+            run.train().unwrap();
+            call(&mut run)
+        };
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = groups.into_iter().map(|g| scope.spawn(|| rank(g))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn failed_save_is_an_error_on_every_rank() {
+        let dir = tempfile::tempdir().unwrap();
+        let saved = after_training(&dir.path().join("a"), |run| {
+            if run.group().rank() == 0 {
+                std::fs::remove_dir_all(run.work_dir()).unwrap();
+                std::fs::write(run.work_dir(), "not a directory").unwrap();
+            }
+            run.save_checkpoint(Save::resumable("last", run.position().clone()))
+        });
+        let errors: Vec<_> = saved.into_iter().map(|e| e.unwrap_err().to_string()).collect();
+        assert_eq!(errors[1], format!("rank 0: {}", errors[0]));
+        let saved = after_training(&dir.path().join("other"), |run| {
+            run.save_checkpoint(Save::resumable("last", run.position().clone()))
+        });
+        assert!(saved.iter().all(|saved| matches!(saved, Ok(true))), "{saved:?}");
+        assert!(newest(&dir.path().join("other")).unwrap().path.is_some());
     }
 }

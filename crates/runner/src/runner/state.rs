@@ -60,12 +60,12 @@ impl Runner {
         } else {
             contents.extra.clear();
         }
-        if self.group.rank() == 0 {
-            self.renew_lock()?;
-            let path = checkpoint::save(self.output.work_dir(), &save.name, contents)?;
-            self.remove_checkpoints(&[checkpoint::aside(&path)]);
-        }
-        Ok(self.group.barrier()?)
+        self.on_rank_0(|runner| {
+            runner.renew_lock()?;
+            let path = checkpoint::save(runner.output.work_dir(), &save.name, contents)?;
+            runner.remove_checkpoints(&[checkpoint::aside(&path)]);
+            Ok(())
+        })
     }
 
     /// Adds everything that a run resumes from, except model, position and schedulers.
@@ -86,6 +86,7 @@ impl Runner {
         {
             ranks.own.clear();
         }
+        meta.counts = self.optim.pending_counts(&*self.model)?;
         let drawn = Some(self.engine_state.random_position).filter(|position| *position > 0);
         meta.random = all_gather_object(&self.group, &drawn)?;
         if meta.random.iter().all(Option::is_none) {
@@ -142,12 +143,12 @@ impl Runner {
     ///
     /// Those of [`checkpoint::publish`], on every rank.
     pub fn publish_checkpoint(&mut self, name: &str, keys: &[String]) -> Result<()> {
-        if self.group.rank() == 0 {
-            let path = checkpoint::publish(self.output.work_dir(), name, keys)?;
-            self.remove_checkpoints(&[checkpoint::aside(&path)]);
-            self.logger().info(&format!("published as {}", path.display()));
-        }
-        Ok(self.group.barrier()?)
+        self.on_rank_0(|runner| {
+            let path = checkpoint::publish(runner.output.work_dir(), name, keys)?;
+            runner.remove_checkpoints(&[checkpoint::aside(&path)]);
+            runner.logger().info(&format!("published as {}", path.display()));
+            Ok(())
+        })
     }
 
     /// Loads the initial state of the run, unless that was done; without anything to load,
@@ -261,6 +262,7 @@ impl Runner {
         if let Some(cache) = loaded.meta.autotune_cache.get(rank) {
             self.engine_state.autotune_cache.clone_from(cache);
         }
+        self.optim.load_pending_counts(loaded.meta.counts, loaded.meta.waiting.samples > 0);
         let share = takeover.gradient_share;
         loaded.load_gradients(rank, share, self.engine.params(), &mut *self.model)?;
         self.call_hooks(|hook, runner| hook.after_load_checkpoint(runner, loaded))?;
@@ -271,7 +273,7 @@ impl Runner {
             }
         }
         self.note_origin(path, &loaded.meta);
-        self.note_resumable(self.position.configured_iter());
+        self.note_resumable(self.position.configured_iter(), path.to_owned());
         let (epoch, iter) = (self.position.epoch, self.position.iter);
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);

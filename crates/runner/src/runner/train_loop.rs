@@ -55,12 +55,17 @@ pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
         let text = format!("received {name} on a rank: saving a checkpoint, then exiting");
         runner.logger().warning(&text);
         let saved = runner.end_early()?;
+        if let Some(error) = runner.divergence()? {
+            runner.logger().warning(&error.to_string());
+        }
         runner.call_hooks(|hook, runner| hook.after_run(runner))?;
         return Err(Error::Interrupted { signal: signal.into(), saved });
     }
     runner.call_hooks(|hook, runner| hook.after_train(runner))?;
+    runner.compare_rates()?;
+    let divergence = runner.divergence()?;
     runner.call_hooks(|hook, runner| hook.after_run(runner))?;
-    Ok(metrics)
+    divergence.map_or(Ok(metrics), Err)
 }
 
 /// Runs epochs until the last one, or an interruption.

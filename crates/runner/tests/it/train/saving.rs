@@ -145,7 +145,18 @@ fn non_finite_weights_do_not_replace_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     // 12 batches per epoch: the second epoch's checkpoint is the last finite one.
     let outcome = run(&fp32(), dir.path(), 2, |builder, _| builder.hook(poison(29)));
-    assert!(outcome.iter().all(Result::is_ok), "{outcome:?}");
+    let says = format!(
+        "is not finite at the end, iteration 48, the loss has not been finite since iteration 30; the last good \
+         checkpoint is {}/epoch_2",
+        dir.path().display()
+    );
+    for error in outcome {
+        let error = error.unwrap_err();
+        assert!(
+            matches!(error, Error::Diverged(_)) && error.to_string().contains(&says),
+            "{error}"
+        );
+    }
     let (kept, log) = (checkpoints(dir.path()), log(dir.path()));
     assert_eq!(kept.len(), 2, "{kept:?}");
     assert!(kept[0].starts_with("best_accuracy_epoch_") && kept[1] == "epoch_2", "{kept:?}");

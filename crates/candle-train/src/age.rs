@@ -28,8 +28,10 @@ pub(crate) fn check_age(loss: &Tensor, tape: &Tape, begin: &Tensor) -> Result<()
 }
 
 /// A number that is larger for tensors created later: candle counts them. `None` if it cannot be
-/// read.
-fn age(id: TensorId) -> Option<usize> {
+/// read. For other ways of training that check what a loss depends on
+/// ([`Tape::graph_nodes`]).
+#[must_use]
+pub fn age(id: TensorId) -> Option<usize> {
     #[derive(Default)]
     struct Count(Option<usize>);
     impl Hasher for Count {

@@ -67,6 +67,7 @@ mod state;
 mod trainer;
 mod variables;
 
+pub use age::age;
 pub use amp::{LossScaler, LossScalerOptions};
 pub use averages::DataParallel;
 pub use backward::ParamIndex;

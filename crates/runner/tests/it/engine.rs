@@ -595,3 +595,47 @@ fn shared_parameter_has_one_gradient() {
     // d(x w w) / dw = 2 x w.
     assert_eq!(keep.lock().seen, [(0, DType::F32, vec![6.0])]);
 }
+
+/// A recurrent model that carries its state over batches, and keeps a view of its parameter.
+struct Recurrent {
+    transposed: Tensor,
+    state: Mutex<Option<Tensor>>,
+    detaches: bool,
+}
+
+impl CandleModel for Recurrent {
+    fn loss(&self, _batch: &TensorBatch) -> candle_core::Result<Loss> {
+        let mut state = self.state.lock();
+        let start = Tensor::ones((1, 2), candle_core::DType::F32, &Device::Cpu)?;
+        let next = state.take().unwrap_or(start).matmul(&self.transposed)?.tanh()?;
+        *state = Some(if self.detaches { next.detach() } else { next.clone() });
+        Ok(Loss::new(next.sqr()?.sum_all()?))
+    }
+
+    fn predict(&self, _batch: &TensorBatch) -> candle_core::Result<Outputs> {
+        Ok(Outputs::new())
+    }
+}
+
+#[test]
+fn state_carried_over_steps_without_detach_is_an_error() {
+    for detaches in [true, false] {
+        let options = CandleOptions { check_gradients: false, ..CandleOptions::default() };
+        let build = |vb: VarBuilder<'static>| {
+            let transposed = vb.get((2, 2), "w")?.t()?;
+            Ok(Recurrent { transposed, state: Mutex::new(None), detaches })
+        };
+        let mut engine = CandleEngine::new(options, build).unwrap();
+        let steps: Vec<_> =
+            (0..3).map(|_| train_step(&mut engine, None, &batch(), 1.0, &keep().1)).collect();
+        assert!(steps[0].is_ok());
+        for step in &steps[1..] {
+            match step {
+                Ok(_) => assert!(detaches),
+                Err(error) => {
+                    assert!(!detaches && error.to_string().contains("call `detach`"), "{error}");
+                }
+            }
+        }
+    }
+}

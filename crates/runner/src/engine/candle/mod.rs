@@ -58,7 +58,7 @@ use fused_optim::SliceMut;
 use tracing::debug_span;
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
-use self::ops::Context;
+use self::ops::{Context, Tape};
 use self::params::{Passes, Served, Tensors};
 use super::{
     CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, MatmulPrecision,
@@ -158,6 +158,8 @@ pub struct CandleEngine {
     context: Context,
     /// Whether a step's gradients have been compared with differences of the loss.
     checked: Cell<bool>,
+    /// [Age](candle_train::age) of a tensor created after the model.
+    built: Option<usize>,
 }
 
 impl CandleEngine {
@@ -217,6 +219,7 @@ impl CandleEngine {
             compiled: None,
             context: Context::new(options.seed),
             checked: Cell::new(!options.check_gradients),
+            built: now().map_err(|e| Error::Engine(format!("candle: {e}")))?,
         })
     }
 
@@ -245,8 +248,10 @@ impl CandleEngine {
     fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         let first = (!self.checked.get()).then(|| gradcheck::ForwardState::of(self).ok()).flatten();
         let span = debug_span!(target: "runner", "forward");
+        let begin = now().map_err(|e| Error::Engine(format!("candle: {e}")))?;
         let (loss, tape) = span.in_scope(|| self.passes.record(|| self.loss(batch)));
         let loss = loss?;
+        self.check_carried(&tape, &loss, begin)?;
         let scalars = loss.scalars()?;
         let kept = first.as_ref().map(|_| Vec::new());
         let scale = Tensor::full(cx.loss_scale, loss.value.shape(), &self.device);
@@ -263,7 +268,25 @@ impl CandleEngine {
     }
 }
 
+/// Returns the age of a new tensor.
+fn now() -> candle_core::Result<Option<usize>> {
+    Ok(candle_train::age(Tensor::zeros((), DType::U8, &Device::Cpu)?.id()))
+}
+
 impl CandleEngine {
+    /// Returns an error if the loss depends on results of earlier steps: their gradients would be
+    /// those of the parameters as they were then, and each step would be slower than the one before.
+    fn check_carried(&self, tape: &Tape, loss: &Loss, begin: Option<usize>) -> Result<()> {
+        let (Some(built), Some(begin)) = (self.built, begin) else { return Ok(()) };
+        let is_carried = |id| candle_train::age(id).is_some_and(|at| built < at && at < begin);
+        if !tape.graph_nodes(&loss.value).into_iter().any(is_carried) {
+            return Ok(());
+        }
+        let text = "forward: the loss depends on a tensor that an earlier step computed from parameters, such as the \
+                    state of an earlier batch: call `detach` on what is carried over";
+        Err(Error::Engine(text.to_owned()))
+    }
+
     /// Sets autocast of later forward passes to `dtype`, by the device's lists.
     fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
         let lists = self.autocast.clone().with_enabled(dtype.is_some());

@@ -143,6 +143,26 @@ impl Optimizer for OptimizerDict {
         Ok(whole)
     }
 
+    fn has_eval_weights(&self) -> bool {
+        self.members.iter().any(|member| member.optimizer.has_eval_weights())
+    }
+
+    fn eval_weights(
+        &self,
+        index: usize,
+        weight: Slice<'_>,
+        output: &mut [f32],
+    ) -> Result<(), OptimError> {
+        let mut missing = Err(OptimError::MissingParam { index, count: 0 });
+        for member in self.members.iter().filter(|member| member.optimizer.has_eval_weights()) {
+            missing = member.optimizer.eval_weights(index, weight, output);
+            if !matches!(missing, Err(OptimError::MissingParam { .. })) {
+                break;
+            }
+        }
+        missing
+    }
+
     /// Returns the devices of its members.
     fn device(&self) -> String {
         let mut devices: Vec<_> = self.members.iter().map(|m| m.optimizer.device()).collect();

@@ -24,6 +24,7 @@ use crate::config::Span;
 use crate::data::DataLoader;
 use crate::engine::{CompileOptions, Engine, EngineState, MatmulPrecision};
 use crate::evaluate::Evaluator;
+use crate::hooks::EvalWeightsHook;
 use crate::model::{
     DistributedDataParallel, LoraOptions, ModelContext, ModelFactory, ModelWrapper, WrapperFactory,
 };
@@ -291,14 +292,13 @@ impl RunnerBuilder {
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
             let scales_lr = self.auto_scale_lr.is_some();
             let schedules = Schedules::new(self.schedulers, scales_lr, &train, length, &mut optim)?;
-            let mut options = optim.options(&hyper_params);
-            options.extend(schedules.options());
-            compare(&group, "options of optim_wrapper and param_scheduler", &options)?;
+            compare_options(&group, &optim, &hyper_params, &schedules)?;
+            let evaluates_others = optim.optimizer().has_eval_weights();
             let accumulative_counts = optim.accumulation().counts();
             let runner = Runner {
                 configured: Configured { accumulative_counts, hyper_params, lora: self.lora },
                 optim,
-                hooks: in_order(self.hooks, !schedules.all().is_empty()),
+                hooks: in_order(self.hooks, !schedules.all().is_empty(), evaluates_others)?,
                 schedules,
                 model,
                 engine,
@@ -482,17 +482,39 @@ fn make_evaluation(
     Ok(Some(Evaluation { loader, stream, batches: 0, evaluator, times: (0.0, 0.0) }))
 }
 
-/// Sorts hooks by priority; with schedulers, adds a [`ParamSchedulerHook`] if there is none.
+/// Compares the options that must be equal on all ranks.
+fn compare_options(
+    group: &ProcessGroup,
+    optim: &OptimWrapper,
+    hyper_params: &Value,
+    schedules: &Schedules,
+) -> Result<()> {
+    let mut options = optim.options(hyper_params);
+    options.extend(schedules.options());
+    compare(group, "options of optim_wrapper and param_scheduler", &options)
+}
+
+/// Sorts hooks by priority; with schedulers, adds a [`ParamSchedulerHook`] if there is none, and an
+/// [`EvalWeightsHook`] if the optimizer has other weights for evaluation.
 fn in_order(
     mut hooks: Vec<(Priority, Box<dyn Hook>)>,
     has_schedulers: bool,
-) -> Vec<(Priority, Box<dyn Hook>)> {
-    let steps = hooks.iter().any(|(_, hook)| hook.name() == ParamSchedulerHook.name());
+    evaluates_others: bool,
+) -> Result<Vec<(Priority, Box<dyn Hook>)>> {
+    let has = |name: &str| hooks.iter().any(|(_, hook)| hook.name() == name);
+    let steps = has(ParamSchedulerHook.name());
+    if evaluates_others && has("EMAHook") {
+        let why = "EMAHook: this optimizer has averages of the weights itself: remove EMAHook";
+        return Err(Error::Config(why.to_owned()));
+    }
     if has_schedulers && !steps {
         hooks.push((ParamSchedulerHook.priority(), Box::new(ParamSchedulerHook)));
     }
+    if evaluates_others {
+        hooks.push((Priority::NORMAL, Box::new(EvalWeightsHook::default())));
+    }
     hooks.sort_by_key(|(priority, _)| *priority);
-    hooks
+    Ok(hooks)
 }
 
 /// Returns rank and world size of this process, from the launcher's environment.

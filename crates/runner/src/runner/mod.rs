@@ -29,6 +29,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use collective::ProcessGroup;
+use fused_optim::Optimizer;
 use tracing::info_span;
 
 use agreement::Budget;
@@ -171,6 +172,11 @@ impl Runner {
     /// Returns the engine of the model.
     pub fn engine_mut(&mut self) -> &mut dyn Engine {
         &mut *self.engine
+    }
+
+    /// Returns the engine of the model, and the optimizer.
+    pub(crate) fn engine_and_optimizer(&mut self) -> (&mut dyn Engine, &dyn Optimizer) {
+        (&mut *self.engine, self.optim.optimizer())
     }
 
     /// Returns the optimizer wrapper.

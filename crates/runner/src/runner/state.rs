@@ -14,6 +14,7 @@ use crate::checkpoint::{
 };
 use crate::data::Layout;
 use crate::engine::TensorSpec;
+use crate::hooks::EvalWeightsHook;
 use crate::schedulers::differences;
 use crate::{Error, Result};
 
@@ -293,7 +294,7 @@ impl Runner {
     /// Loads the trained model of a checkpoint that contains averages of `EMAHook`, in a run
     /// without this hook.
     fn load_trained(&mut self, loaded: &Checkpoint) -> Result<()> {
-        if self.hooks.iter().any(|(_, hook)| hook.name() == "EMAHook") {
+        if self.has_hook("EMAHook") || self.has_hook(EvalWeightsHook::NAME) {
             return Ok(());
         }
         let Some(saved) = loaded.extra(AVERAGES)? else { return Ok(()) };

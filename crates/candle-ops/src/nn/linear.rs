@@ -34,7 +34,8 @@ impl Linear {
         }
     }
 
-    /// The weight.
+    /// The weight; of a layer with an adapter the base alone, from which [`merged`](Self::merged)
+    /// differs: another layer that uses it does not have the adapter's change.
     pub const fn weight(&self) -> &Tensor {
         &self.weight
     }

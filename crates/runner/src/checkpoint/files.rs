@@ -100,9 +100,10 @@ const LONGEST_NAME: usize = 200;
 
 /// Returns an error if the file `out` would be in a checkpoint, whose files it must not replace.
 pub(crate) fn check_outside(out: &Path) -> Result<()> {
-    let dir = out.parent().unwrap_or_else(|| Path::new("")).join(".");
-    // A directory that does not exist is not a checkpoint.
-    let Ok(dir) = dir.canonicalize() else { return Ok(()) };
+    let Ok(path) = std::path::absolute(out) else { return Ok(()) };
+    // Of directories to be created, the first that exists counts.
+    let existing = path.ancestors().skip(1).find_map(|dir| dir.canonicalize().ok());
+    let dir = existing.unwrap_or_default();
     let is_inside = |dir: &&Path| dir.join(STATE).is_file() && dir.join(MODEL).is_file();
     match dir.ancestors().find(is_inside) {
         Some(checkpoint) => Err(Error::Checkpoint(format!(

@@ -24,6 +24,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// NFS 90 s.
 const PATIENCE_ELSEWHERE: Duration = Duration::from_secs(120);
 
+/// Maximum number of attempts to lock the file that has the path: on a file system whose files
+/// change their numbers, none would succeed.
+const MOST_TRIES: u32 = 100;
+
 /// Holds the lock until dropped; holds nothing if the file system does not support locks.
 #[derive(Debug)]
 pub(crate) struct WorkDirLock {
@@ -51,8 +55,9 @@ impl WorkDirLock {
     ) -> Result<Self> {
         let path = work_dir.join(NAME);
         let start = Instant::now();
-        let mut has_waited = false;
+        let (mut has_waited, mut tries) = (false, 0);
         loop {
+            tries += 1;
             // Created and opened in each attempt, because the directory may have been removed
             // meanwhile.
             fs::create_dir_all(work_dir).map_err(io("create", work_dir))?;
@@ -64,7 +69,7 @@ impl WorkDirLock {
                 Ok(file)
             });
             match locked {
-                Ok(mut file) if is_at(&file, &path) => {
+                Ok(mut file) if is_at(&file, &path) || tries == MOST_TRIES => {
                     let mut last = String::new();
                     let _ = file.read_to_string(&mut last);
                     return Ok(Self { file: Some(file), last });
@@ -117,6 +122,8 @@ impl WorkDirLock {
             "the lock file {} was removed or moved: locking the work directory again",
             path.display()
         ));
+        // Released first: on a file system whose files change their numbers it may be the same lock.
+        self.file = None;
         let last = std::mem::take(&mut self.last);
         *self = Self { last, ..Self::acquire(work_dir, warn)? };
         self.sign();

@@ -1064,7 +1064,7 @@ mod tests {
         std::os::unix::fs::symlink(&path, &link).unwrap();
         fs::create_dir(dir.path().join("b")).unwrap();
         let other = save(dir.path(), "c", &mut engine(), contents(Vec::new())).unwrap();
-        for dir in [&path, &link, &other] {
+        for dir in [&path, &link, &other, &path.join("new")] {
             for file in [MODEL, OPTIMIZER, "new.safetensors"] {
                 let said = reason(export(&path, &dir.join(file), ExportOptions::default()));
                 assert!(said.contains("is inside the checkpoint"), "{said}");

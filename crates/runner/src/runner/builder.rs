@@ -164,7 +164,9 @@ impl RunnerBuilder {
         /// Freezes parameters by name patterns (`*` is any text, `?` any character): they have no
         /// gradients, no optimizer state and no averages, but are saved and loaded like others.
         frozen(patterns: Vec<String>) => frozen = patterns;
-        /// Adds low-rank adapters to layers, and trains only those.
+        /// Adds low-rank adapters to layers, whose own weights are frozen; the other layers are
+        /// trained unless they are [`frozen`](Self::frozen), too. A checkpoint of other options is
+        /// refused.
         lora(options: LoraOptions) => lora = Some(options);
         /// Writes event files for TensorBoard in addition to `scalars.json`.
         tensorboard(wanted: bool) => log_config.tensorboard = wanted;

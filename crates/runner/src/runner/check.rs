@@ -68,8 +68,9 @@ impl RunnerBuilder {
                         `trace` out, or install `runner::sinks::ChromeTrace` in its place";
             mistakes.add(Error::Config(text.into()));
         }
-        if let Some(trace) = &self.log_config.trace {
-            check_outside(trace).unwrap_or_else(|error| mistakes.add(error));
+        let in_work_dir = self.work_dir.as_ref().map(|dir| dir.join("epoch_1"));
+        for out in self.log_config.trace.iter().chain(&in_work_dir) {
+            check_outside(out).unwrap_or_else(|error| mistakes.add(error));
         }
         // A run that resumes from its own checkpoints no longer needs that one.
         let goes_on = |from: &Path| {

@@ -96,6 +96,10 @@ impl Output {
                 None => format!("rank{rank}"),
             }),
         };
+        // A link is replaced, not written through: it may be one to a checkpoint's file.
+        if path.is_file() {
+            let _ = std::fs::remove_file(&path);
+        }
         self.trace = Some(Dispatch::new(ChromeTrace::create(&path, self.rank)?));
         Ok(())
     }

@@ -19,7 +19,7 @@ use crate::{Error, Result};
 /// A request for a checkpoint.
 #[derive(Clone, Debug)]
 pub struct Save {
-    /// Name in the work directory.
+    /// Name in the work directory: not hidden, without `/`, and not `last_checkpoint`.
     pub name: String,
     /// Position of the run.
     pub position: Position,

@@ -191,6 +191,8 @@ impl Runner {
             Ok(loaded)
         });
         let loaded = self.agreed(&path, read)?;
+        // The optimizer is first, because it is unchanged if it refuses its state.
+        self.load_optimizer(&loaded)?;
         self.start.loaded = Loaded::Part;
         self.resume_from(&path, &loaded)?;
         self.start.loaded = Loaded::Nothing;
@@ -236,8 +238,11 @@ impl Runner {
         let takeover = self.take_place(&loaded.meta)?;
         let texts = self.schedules.resume(&loaded.meta.schedulers)?;
         self.warn_of_kept(&texts);
-        if let Some(optim) = &loaded.optim {
-            self.optim.load_state_dict(optim).map_err(|why| loaded.refused(why))?;
+        if loaded.meta.position.begun.first.is_some()
+            || loaded.meta.layout != self.train_loader()?.layout()
+        {
+            // Schedulers that were made again have set their initial values.
+            self.load_optimizer(loaded)?;
         }
         loaded.load_model(&mut *self.engine)?;
         self.load_trained(loaded)?;
@@ -279,6 +284,11 @@ impl Runner {
         let text = format!("resumed from {}: epoch {epoch}, iteration {iter}", path.display());
         self.logger().info(&text);
         Ok(())
+    }
+
+    fn load_optimizer(&mut self, loaded: &Checkpoint) -> Result<()> {
+        let Some(optim) = &loaded.optim else { return Ok(()) };
+        self.optim.load_state_dict(optim).map_err(|why| loaded.refused(why))
     }
 
     /// Returns an error if an earlier attempt to load a checkpoint has changed a part of this run.

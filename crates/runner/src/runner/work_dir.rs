@@ -98,20 +98,17 @@ impl Runner {
     }
 
     fn search_checkpoint(&mut self) -> Result<Found> {
-        let newest = checkpoint::newest(self.output.work_dir());
-        let Some(from) = self.start.load_from.clone() else { return newest };
-        let mut skipped = Vec::new();
+        let newest = checkpoint::newest(self.output.work_dir())?;
+        let Some(from) = self.start.load_from.clone() else { return Ok(newest) };
         match newest {
-            Ok(Found { path: Some(path), skipped, .. }) if is_begun_with(&path, &from) => {
+            Found { path: Some(path), skipped, .. } if is_begun_with(&path, &from) => {
                 let (path_text, from) = (path.display(), from.display());
                 let text = format!("resuming from {path_text}, of the run that began with {from}");
                 self.logger().info(&text);
-                return Ok(Found { path: Some(path), skipped, ..Found::default() });
+                Ok(Found { path: Some(path), skipped, ..Found::default() })
             }
-            Ok(_) => {}
-            Err(why) => skipped.push(why.to_string()),
+            _ => Ok(Found { path: Some(from), ..Found::default() }),
         }
-        Ok(Found { path: Some(from), skipped, ..Found::default() })
     }
 
     /// Records the checkpoint that the run began from, after it has loaded `path`.

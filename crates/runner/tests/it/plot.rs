@@ -53,6 +53,31 @@ fn train(key: &str, iters: impl Iterator<Item = u32>, value: impl Fn(u32) -> f64
     })
 }
 
+#[test]
+fn only_an_svg_is_replaced_and_no_file_of_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let scalars = dir.path().join("scalars.json");
+    let text = train("loss", 1..100, f64::from);
+    write(&scalars, &text);
+    let to = |out: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_runner"));
+        command.args(["plot", "scalars.json", "--out", out]).current_dir(dir.path());
+        let output = command.output().unwrap();
+        (output.status.success(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (done, said) = to("scalars.json");
+    assert!(!done && said.contains("exists and is no .svg"), "{said}");
+    for file in ["state.json", "model.safetensors"] {
+        write(&dir.path().join("epoch_1").join(file), "");
+    }
+    let (done, said) = to("epoch_1/curves.svg");
+    assert!(!done && said.contains("is inside the checkpoint"), "{said}");
+    // A second name of the same file is replaced alone.
+    std::fs::hard_link(&scalars, dir.path().join("a.svg")).unwrap();
+    assert!(to("a.svg").0);
+    assert_eq!(std::fs::read_to_string(&scalars).unwrap(), text);
+}
+
 fn write(path: &Path, text: &str) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     std::fs::write(path, text).unwrap();

@@ -102,7 +102,13 @@ fn refused_resume_leaves_the_model_unchanged() {
     let schedule = "[[param_scheduler]]\ntype = 'StepLR'\nstep_size = 1\n";
     let hidden = MLP.replace("hidden = [8]", "hidden = [9]");
     let more = format!("{MLP}{schedule}");
-    let cases = [(&*hidden, "`layers.0.weight` is F32 [8, 64]"), (&*more, "has 0 schedulers")];
+    let adam =
+        MLP.replace("type = \"SGD\", lr = 0.05, momentum = 0.9", "type = \"Adam\", lr = 0.01");
+    let cases = [
+        (&*adam, "into \"adam\""),
+        (&*hidden, "`layers.0.weight` is F32 [8, 64]"),
+        (&*more, "has 0 schedulers"),
+    ];
     for (config, reason) in cases {
         let config = Config::from_text("c.toml", config).unwrap();
         let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);

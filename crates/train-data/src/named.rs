@@ -8,18 +8,24 @@ use std::collections::HashMap;
 /// operation does not depend on the number of names, apart from copies to close gaps.
 #[derive(Clone)]
 pub(crate) struct Named<T> {
-    /// `None` is a value that was taken.
+    /// `None` is a value that was taken, only with an index.
     entries: Vec<Option<(String, T)>>,
-    /// Place of each name in `entries`, if these are more than [`FEW`].
-    index: Option<HashMap<String, usize>>,
-    /// Number of values that were taken and are still among `entries`.
+    /// If there are more than [`FEW`] entries. Boxed, as most samples have none.
+    index: Option<Box<Index>>,
+}
+
+#[derive(Clone)]
+struct Index {
+    /// Place of each name among the entries.
+    places: HashMap<String, usize>,
+    /// Number of values that were taken and are still among the entries.
     gaps: usize,
 }
 
 impl<T> Named<T> {
     /// Number of values.
     pub(crate) fn len(&self) -> usize {
-        self.entries.len() - self.gaps
+        self.entries.len() - self.index.as_ref().map_or(0, |index| index.gaps)
     }
 
     /// Place of `name`, for [`at_mut`](Self::at_mut): `expected`, if it is there. Samples of one
@@ -30,7 +36,7 @@ impl<T> Named<T> {
             return Some(expected);
         }
         match &self.index {
-            Some(index) => index.get(name).copied(),
+            Some(index) => index.places.get(name).copied(),
             None => self.entries.iter().position(is_there),
         }
     }
@@ -59,7 +65,7 @@ impl<T> Named<T> {
             return;
         }
         if let Some(index) = &mut self.index {
-            index.insert(name.clone(), self.entries.len());
+            index.places.insert(name.clone(), self.entries.len());
         }
         self.entries.push(Some((name, value)));
         if self.index.is_none() && self.entries.len() > FEW {
@@ -70,14 +76,14 @@ impl<T> Named<T> {
     /// Removes the value of `name`.
     pub(crate) fn take(&mut self, name: &str) -> Option<T> {
         let place = self.find(0, name)?;
+        let Some(index) = &mut self.index else {
+            return self.entries.remove(place).map(|(_, value)| value);
+        };
+        index.places.remove(name);
+        index.gaps += 1;
         let (_, value) = self.entries[place].take()?;
-        self.gaps += 1;
-        if let Some(index) = &mut self.index {
-            index.remove(name);
-        }
-        if self.index.is_none() || self.gaps > self.len() {
+        if index.gaps > self.entries.len() / 2 {
             self.entries.retain(Option::is_some);
-            self.gaps = 0;
             self.reindex();
         }
         Some(value)
@@ -99,13 +105,14 @@ impl<T> Named<T> {
     fn reindex(&mut self) {
         let places = self.entries.iter().enumerate();
         let places = places.filter_map(|(place, entry)| Some((entry.as_ref()?.0.clone(), place)));
-        self.index = (self.entries.len() > FEW).then(|| places.collect());
+        let index = || Box::new(Index { places: places.collect(), gaps: 0 });
+        self.index = (self.entries.len() > FEW).then(index);
     }
 }
 
 impl<T> Default for Named<T> {
     fn default() -> Self {
-        Self { entries: Vec::new(), index: None, gaps: 0 }
+        Self { entries: Vec::new(), index: None }
     }
 }
 

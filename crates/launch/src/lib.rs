@@ -8,7 +8,7 @@
 //! ranks are restarted. The exit code is that of the likely root cause: a rank killed by a signal,
 //! otherwise the earliest failure according to the ranks' error files (`rank::error_file`) or
 //! exits. If the launcher itself is killed, a guard process (`job::guard`) kills the ranks and
-//! their children and removes the temporary files.
+//! their descendants and removes the temporary files.
 //!
 //! A rank that exits with [`EXIT_SAVED`] was interrupted by a signal or reached its time limit, and
 //! saved a checkpoint. This does not count as a failure and causes no restart, unless the rank
@@ -62,7 +62,7 @@ use tracing::info;
 
 pub use self::cli::{LaunchArgs, StoreArgs, nproc_per_node, serve_store};
 pub use self::error::{Error, Result};
-use self::job::{Job, SignalThread};
+use self::job::{Job, Reaper, SignalThread};
 use self::nodes::{Coordinator, coordinator};
 pub use self::options::{LaunchOptions, Logs, Nodes, RdzvConfig, Streams};
 pub use self::output::Sink;
@@ -83,7 +83,9 @@ struct Readme;
 /// Call this from the main thread at the end of the program: ranks may be tied to the thread that
 /// started them (see [`tie_to_parent`]), and from then on [signals](LaunchOptions::signals) are
 /// forwarded to the ranks instead of ending this process. A second SIGINT sends SIGKILL to the
-/// ranks.
+/// ranks. Until it returns, this process is a child subreaper (`prctl(2)`): it adopts the ranks'
+/// descendants whose parent has ended, and reaps them. Children of this process that the program
+/// starts itself are left alone if they are in its own process group, as by default.
 ///
 /// # Errors
 ///
@@ -106,6 +108,7 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     }
     let (sender, events) = channel();
     let _signals = SignalThread::start(sender.clone(), &options.signals)?;
+    let _reaper = Reaper::start()?;
     let mut coordinator = coordinator(&options)?;
     let mut job = Job::new(options, events, sender, (stdout, stderr))?;
     let code = run(&mut *coordinator, &mut job);

@@ -6,15 +6,15 @@ use std::path::Path;
 use super::attempt::Assignment;
 use crate::options::{LaunchOptions, Nodes};
 use crate::rank::error_file::ERROR_FILE;
-use crate::rank::{ELASTIC, LAUNCHER_PID};
+use crate::rank::{ELASTIC, JOBS, LAUNCHER_PID};
 
-/// Returns the variables of a local rank, in addition to inherited ones. A failing rank writes its
-/// error to `error_file`.
+/// Returns the variables of a local rank of the job `id`, in addition to inherited ones. A failing
+/// rank writes its error to `error_file`.
 pub(super) fn of_rank(
     local: usize,
     assignment: &Assignment,
     options: &LaunchOptions,
-    error_file: &Path,
+    (id, error_file): (&str, &Path),
 ) -> Vec<(OsString, OsString)> {
     let mut envs: Vec<(&str, String)> = vec![
         ("RANK", (assignment.first_rank + local).to_string()),
@@ -34,6 +34,7 @@ pub(super) fn of_rank(
         // Python compares with exactly `True`.
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
         (LAUNCHER_PID, std::process::id().to_string()),
+        (JOBS, std::env::var(JOBS).map_or_else(|_| id.to_owned(), |outer| format!("{outer}/{id}"))),
     ];
     if matches!(options.nodes, Nodes::Elastic { .. }) {
         envs.push((ELASTIC, "1".to_owned()));
@@ -43,6 +44,10 @@ pub(super) fn of_rank(
         if options.nproc_per_node > 1 && std::env::var_os(threads).is_none() {
             envs.push((threads, "1".to_owned()));
         }
+    }
+    // Python buffers 8 KiB for a pipe, which come late, and are lost if the rank is killed.
+    if std::env::var_os("PYTHONUNBUFFERED").is_none() {
+        envs.push(("PYTHONUNBUFFERED", "1".to_owned()));
     }
     let os = |(name, value): (&str, String)| (OsStr::new(name).to_owned(), value.into());
     let error_file = (OsString::from(ERROR_FILE), error_file.into());

@@ -6,11 +6,13 @@
 //!
 //! A rank joins an existing process group, whose leader exits at once and is not reaped. The guard
 //! knows the group before the rank exists, so a launcher killed at any time leaves no process
-//! behind.
+//! behind. A rank may leave the group, as GNU `timeout`, `setsid` and shells with job control do, so
+//! it also gets each signal by its pid, and its descendants are known ([`process`]).
 //!
-//! Invariant: a group id stays reserved (its leader is not reaped) until the group has been killed
-//! for the last time, so a signal never reaches an unrelated process; and when `Job::run` returns,
-//! no process of any rank's group is left.
+//! Invariant: a group id stays reserved (its leader is not reaped), and so does a rank's pid, until
+//! it has been killed for the last time, so a signal never reaches an unrelated process; and when
+//! `Job::run` returns, no rank and no descendant of one is left, or [`Outcome::survivors`] names
+//! it, and no further attempt begins.
 
 mod attempt;
 mod env;
@@ -28,15 +30,17 @@ use std::sync::TryLockError;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use tracing::info;
 
 pub(crate) use self::attempt::{Assignment, End};
 pub(crate) use self::events::{Event, Queue, SignalThread};
-use self::guard::Guard;
+use self::guard::{Guard, Target};
+pub(crate) use self::process::Reaper;
 use self::process::{leader, pid_of, watch_exit};
 pub(crate) use self::summary::{Failure, Outcome, SAVED, Summary};
 use self::supervise::StopStage;
-use crate::address::host_name;
+use crate::address::{host_name, random_number};
 use crate::options::LaunchOptions;
 use crate::output::{CopyThread, RunDir, Sink, line_prefix};
 use crate::rank::error_file;
@@ -47,6 +51,8 @@ pub(crate) struct Job {
     pub(crate) options: LaunchOptions,
     pub(crate) queue: Queue,
     pub(crate) sender: Sender<Event>,
+    /// Random id in the environment of the ranks.
+    id: String,
     assignment: Assignment,
     ranks: Vec<Rank>,
     /// Threads that still copy the ranks' output.
@@ -61,6 +67,8 @@ pub(crate) struct Job {
     /// Whether the ranks received SIGTERM because of a failure: saving a checkpoint then does not
     /// prevent a restart.
     stopped_after_failure: bool,
+    /// Processes that could not be ended, and why.
+    survivors: Vec<String>,
     guard: Guard,
     run_dir: RunDir,
     sinks: (Sink, Sink),
@@ -80,7 +88,10 @@ struct Rank {
     /// Whether another node had already ended the attempt.
     notified: bool,
     error_file: PathBuf,
+    /// Set once it is reaped.
     status: Option<ExitStatus>,
+    /// Reason for which SIGKILL could not be sent.
+    kill_error: Option<Errno>,
 }
 
 impl Job {
@@ -93,7 +104,8 @@ impl Job {
         let run_dir = RunDir::new(&options)?;
         // Without a guard, the directory has to be removed here.
         let temporary = run_dir.temporary.then(|| run_dir.path.clone());
-        let guard = Guard::start(temporary).inspect_err(|_| {
+        let id = format!("{:016x}", random_number());
+        let guard = Guard::start(id.clone(), temporary).inspect_err(|_| {
             drop(std::fs::remove_dir(&run_dir.path));
         })?;
         let messages = CopyThread::messages(&sinks.1).map_err(Error::io("start a thread"))?;
@@ -101,6 +113,7 @@ impl Job {
             options,
             queue: Queue::new(events, messages.0),
             sender,
+            id,
             assignment: Assignment::default(),
             ranks: Vec::new(),
             copies: Vec::new(),
@@ -109,6 +122,7 @@ impl Job {
             stage: StopStage::Running,
             failed: false,
             stopped_after_failure: false,
+            survivors: Vec::new(),
             guard,
             run_dir,
             sinks,
@@ -125,6 +139,7 @@ impl Job {
         self.ranks.clear();
         self.stage = StopStage::Running;
         (self.failed, self.stopped_after_failure) = (false, false);
+        self.survivors.clear();
         self.queue.attempt = self.assignment.round;
         self.queue.remote = None;
     }
@@ -139,6 +154,7 @@ impl Job {
             return Err(error);
         }
         self.supervise(announce);
+        self.await_descendants(announce);
         self.kill_and_reap();
         self.wait_for_output(OUTPUT_TIME);
         Ok(())
@@ -163,21 +179,25 @@ impl Job {
         let error_file = self.run_dir.error_file(self.assignment.round, local);
         let [out, err] = self.run_dir.targets(self.assignment.round, local)?;
         let prefix = line_prefix(&self.options.logs, &self.options.role, local, rank);
-        let envs = env::of_rank(local, &self.assignment, &self.options, &error_file);
+        let envs = env::of_rank(local, &self.assignment, &self.options, (&self.id, &error_file));
         let failed = || Error::io(format!("start rank {rank} ({})", program.display()));
         let (stdout, stderr) = (out.stdio().map_err(failed())?, err.stdio().map_err(failed())?);
         let mut leader = leader().map_err(failed())?;
         let group = pid_of(&leader);
-        self.guard.watch(group)?;
-        let child = Command::new(program)
+        if let Err(error) = self.guard.watch(Target::Group(group)) {
+            drop(process::reap(&mut leader));
+            return Err(error);
+        }
+        let mut command = Command::new(program);
+        command
             .args(&self.options.args)
             .envs(envs)
             .stdin(Stdio::null())
             .stdout(stdout)
             .stderr(stderr)
-            .process_group(group.as_raw_nonzero().get())
-            .spawn();
-        let mut child = child.inspect_err(|_| drop(leader.wait())).map_err(failed())?;
+            .process_group(group.as_raw_nonzero().get());
+        let child = process::spawn(&mut command);
+        let mut child = child.inspect_err(|_| drop(process::reap(&mut leader))).map_err(failed())?;
         let stdout = child.stdout.take().map(OwnedFd::from);
         let stderr = child.stderr.take().map(OwnedFd::from);
         let pid = pid_of(&child);
@@ -190,8 +210,10 @@ impl Job {
             notified: false,
             error_file,
             status: None,
+            kill_error: None,
         });
         self.report_start(local);
+        self.guard.watch(Target::Process(pid))?;
         watch_exit(self.assignment.round, local, pid, self.sender.clone())
             .map_err(Error::io("start a thread"))?;
         for (pipe, file, sink) in
@@ -224,7 +246,7 @@ impl Job {
     }
 
     /// Waits up to `time` until the ranks' output is written. Ends early on a signal, or if nothing
-    /// was written for `OUTPUT_TIME`: a process that left its group may hold a pipe open.
+    /// was written for `OUTPUT_TIME`: a process that is not of the job may hold a pipe open.
     fn wait_for_output(&mut self, time: Duration) {
         let (start, mut busy) = (Instant::now(), Instant::now());
         let is_busy = |sink: &Sink| matches!(sink.try_lock(), Err(TryLockError::WouldBlock));
@@ -262,7 +284,7 @@ impl Job {
             Failure {
                 rank: self.assignment.first_rank + local,
                 pid: rank.child.id(),
-                how: summary::describe(rank.status),
+                how: summary::describe(rank.status, rank.kill_error),
                 code: summary::code(rank.status),
                 killed: rank.killed,
                 notified: rank.notified,
@@ -281,12 +303,15 @@ impl Job {
             failures: failures.collect(),
             saved,
             problem: self.problem.clone(),
+            survivors: self.survivors.clone(),
             stopped: self.queue.signal.is_some(),
             closes: false,
         }
     }
 }
 
+/// Interval at which processes are looked for that are not children of this process.
+const POLL: Duration = Duration::from_millis(50);
 /// Maximum delay between the exit of a rank and its detection, in nanoseconds.
 const DETECTION_DELAY_NS: u64 = 100_000_000;
 /// Time to wait for output after the last rank has exited.

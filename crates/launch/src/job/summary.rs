@@ -4,6 +4,7 @@ use std::fmt::{self, Display, Formatter};
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use tracing::info;
 
@@ -50,6 +51,9 @@ pub(crate) struct Outcome {
     pub(crate) saved: usize,
     /// Reason for which its ranks could not be started.
     pub(crate) problem: Option<String>,
+    /// Its processes that could not be ended, and why.
+    #[serde(default)]
+    pub(crate) survivors: Vec<String>,
     /// Whether its launcher received a signal.
     pub(crate) stopped: bool,
     /// Whether it is leaving and hosts the control store, which ends the job.
@@ -67,6 +71,9 @@ pub(crate) struct Summary {
     pub(crate) failures: Vec<Failure>,
     /// Lost nodes, and other failures that are not a rank's: the root cause of the ranks' failures.
     pub(crate) problems: Vec<String>,
+    /// Processes that could not be ended, and why; at most `MAX_FAILURES`.
+    #[serde(default)]
+    pub(crate) survivors: Vec<String>,
     /// Number of nodes without an outcome.
     pub(crate) lost: usize,
     /// Whether a launcher received a signal or cannot start its ranks.
@@ -91,12 +98,14 @@ impl Summary {
             summary.saved += outcome.saved;
             summary.stopped |= outcome.stopped || outcome.problem.is_some();
             summary.problems.extend(outcome.problem);
+            summary.survivors.extend(outcome.survivors);
             summary.closes |= outcome.closes;
             summary.failures.extend(outcome.failures);
         }
         summary.failures.sort_by_key(Failure::key);
         summary.failed = summary.failures.len();
         summary.failures.truncate(MAX_FAILURES);
+        summary.survivors.truncate(MAX_FAILURES);
         for message in summary.failures.iter_mut().filter_map(|failure| failure.message.as_mut()) {
             message.truncate(message.floor_char_boundary(MAX_MESSAGE));
         }
@@ -121,7 +130,7 @@ impl Summary {
     /// Returns whether a restart is allowed if any are left: after a failure, unless a signal asked
     /// a launcher or the ranks to end.
     pub(crate) fn may_restart(&self) -> bool {
-        self.is_failure() && !self.stopped && self.saved == 0
+        self.is_failure() && !self.stopped && self.saved == 0 && self.survivors.is_empty()
     }
 
     /// Returns whether there was any failure.
@@ -142,6 +151,9 @@ impl Display for Summary {
                 f,
                 "launch: the job ends: the node that hosts its control store received a signal"
             )?;
+        }
+        for survivor in &self.survivors {
+            writeln!(f, "launch: {survivor}; end it before the job is started again")?;
         }
         if self.saved > 0 {
             let Self { saved, ranks, .. } = self;
@@ -171,13 +183,21 @@ pub(crate) fn code(status: Option<ExitStatus>) -> i32 {
     if code == SAVED { 1 } else { code }
 }
 
-/// Describes an exit status.
-pub(crate) fn describe(status: Option<ExitStatus>) -> String {
-    let Some(status) = status else { return "still running after SIGKILL".to_owned() };
+/// Describes an exit status, or why there is none.
+pub(crate) fn describe(status: Option<ExitStatus>, kill_error: Option<Errno>) -> String {
+    let Some(status) = status else { return describe_survivor(kill_error) };
     match (status.code(), status.signal().and_then(signal_hook::low_level::signal_name)) {
         (Some(code), _) => format!("exit code {code}"),
         (None, Some(name)) => format!("killed by {name}"),
         (None, None) => status.to_string(),
+    }
+}
+
+/// Describes a process that still runs, with the error of sending SIGKILL if it was not sent.
+pub(super) fn describe_survivor(kill_error: Option<Errno>) -> String {
+    match kill_error {
+        None => "still running after SIGKILL".to_owned(),
+        Some(error) => format!("still running, because SIGKILL could not be sent: {error}"),
     }
 }
 
@@ -242,6 +262,17 @@ mod tests {
         let summary = Summary::of(vec![Outcome { problem, ..Outcome::default() }], Vec::new());
         assert_eq!((summary.lost, summary.code, summary.may_restart()), (0, 1, false));
         assert!(summary.to_string().starts_with("launch: root cause: node 1 (h): start rank 1"));
+    }
+
+    #[test]
+    fn nothing_is_restarted_while_a_process_of_the_attempt_runs() {
+        let failed = outcome(vec![failure(0, false, false, 9)]);
+        let survivors = vec!["pid 7, started by a rank, is still running after SIGKILL".to_owned()];
+        let left = Outcome { survivors, ..outcome(Vec::new()) };
+        let summary = Summary::of(vec![failed, left], Vec::new());
+        assert_eq!((summary.may_restart(), summary.code), (false, 3));
+        let text = summary.to_string();
+        assert!(text.starts_with("launch: pid 7, started by a rank, is still running"), "{text}");
     }
 
     #[test]

@@ -1,13 +1,17 @@
 //! Supervision of an attempt: handles events, and stops the ranks in stages.
 
+use std::process::Child;
 use std::time::{Duration, Instant};
 
-use rustix::process::{Signal, kill_process_group};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, getpgid, kill_process, kill_process_group};
 use signal_hook::consts::{SIGABRT, SIGINT};
 use tracing::{info, warn};
 
-use super::process::pid_of;
-use super::{End, Event, Job, SAVED};
+use super::guard::Target;
+use super::process::{self, Process, pid_of};
+use super::summary::describe_survivor;
+use super::{End, Event, Job, POLL, Rank, SAVED};
 use crate::rank::error_file;
 
 /// Stage of stopping an attempt, with the deadline of the next stage.
@@ -148,36 +152,153 @@ impl Job {
 
     /// Sends the ranks a signal to end. The grace period starts at the first such signal.
     fn stop(&mut self, signal: Signal) {
-        self.signal_groups(signal);
+        self.signal_ranks(signal);
         if matches!(self.stage, StopStage::Running | StopStage::Reporting(_)) {
             self.stage = StopStage::Stopping(Instant::now() + self.options.grace);
         }
     }
 
     fn kill(&mut self) {
-        self.signal_groups(Signal::KILL);
+        self.signal_ranks(Signal::KILL);
         self.stage = StopStage::Killed(Instant::now() + KILL_TIME);
     }
 
-    fn signal_groups(&self, signal: Signal) {
-        for rank in self.ranks.iter().filter(|rank| rank.status.is_none()) {
-            // Fails if the whole group has already ended.
-            let _ = kill_process_group(pid_of(&rank.leader), signal);
+    /// Sends a signal once to each rank, its process groups, and those of its descendants that are
+    /// in other groups of its session, or with SIGKILL in any session.
+    fn signal_ranks(&mut self, signal: Signal) {
+        let sessions: Vec<_> = self.unreaped().filter_map(|rank| session(&rank.child)).collect();
+        let is_kill = signal == Signal::KILL;
+        // Looked up first, because they lose their parent if it ends at once.
+        let groups = self.groups();
+        let mut outside = self.descendants();
+        outside.retain(|process| !groups.contains(&process.group));
+        outside.retain(|process| is_kill || sessions.contains(&process.session));
+        for rank in self.ranks.iter_mut().filter(|rank| rank.status.is_none()) {
+            let (pid, groups) = (pid_of(&rank.child), rank.groups());
+            for &group in &groups {
+                // Fails if the whole group has already ended.
+                let _ = kill_process_group(group, signal);
+            }
+            // SIGKILL also to itself, for the error.
+            if is_kill || getpgid(Some(pid)).is_ok_and(|group| !groups.contains(&group)) {
+                let sent = kill_process(pid, signal);
+                rank.kill_error = sent.err().filter(|_| is_kill);
+            }
+        }
+        for process in outside {
+            // An error of SIGKILL is returned by `end_descendants`.
+            let _ = process.signal(signal);
         }
     }
 
-    /// Kills the remaining processes of every group, then reaps the ranks.
-    pub(super) fn kill_and_reap(&mut self) {
-        self.signal_groups(Signal::KILL);
-        let hopeless = matches!(self.stage, StopStage::Killed(due) if due <= Instant::now());
-        if !hopeless {
-            self.guard.forget();
-        }
-        for rank in self.ranks.iter_mut().filter(|rank| !hopeless || rank.exited.is_some()) {
-            rank.status = rank.child.wait().ok();
-            drop(rank.leader.wait());
+    fn unreaped(&self) -> impl Iterator<Item = &Rank> {
+        self.ranks.iter().filter(|rank| rank.status.is_none())
+    }
+
+    /// Returns the groups of all ranks.
+    fn groups(&self) -> Vec<i32> {
+        let groups = self.unreaped().flat_map(Rank::groups);
+        groups.map(|group| group.as_raw_nonzero().get()).collect()
+    }
+
+    /// Returns the running processes of the ranks' groups and all descendants of ranks, without the
+    /// ranks.
+    fn descendants(&self) -> Vec<Process> {
+        let pid = |rank: &Rank| pid_of(&rank.child).as_raw_nonzero().get();
+        let ranks: Vec<_> = self.unreaped().map(pid).collect();
+        process::descendants(&ranks, &self.groups(), &self.id)
+    }
+
+    /// After a signal to end, waits until the descendants of the ranks have ended, too, for the
+    /// rest of the grace period: the rank may be a shell, which ends at once, while the program
+    /// that it has started saves a checkpoint.
+    pub(super) fn await_descendants(&mut self, announce: &dyn Fn(&End)) {
+        let sessions: Vec<_> = self.unreaped().filter_map(|rank| session(&rank.child)).collect();
+        // A non-interactive shell lets its background processes ignore SIGINT.
+        let ignored = self.queue.signal == Some(SIGINT);
+        let mut has_signalled = false;
+        while let StopStage::Stopping(due) = self.stage {
+            let left = self.descendants();
+            if left.is_empty() || due <= Instant::now() {
+                return;
+            }
+            let missed = left.iter().filter(|one| ignored || !sessions.contains(&one.session));
+            for process in missed.filter(|_| !has_signalled) {
+                let _ = process.signal(Signal::TERM);
+            }
+            has_signalled = true;
+            match self.queue.events.recv_timeout(POLL) {
+                Ok(Event::Signal(signal)) => {
+                    announce(&End::Left { node: self.assignment.node });
+                    self.forward(signal);
+                }
+                Ok(Event::RemoteEnd { attempt, end }) if attempt == self.queue.attempt => {
+                    self.ended_remotely(end);
+                }
+                _ => {}
+            }
         }
     }
+
+    /// Kills the remaining descendants of the ranks, then reaps the ranks.
+    pub(super) fn kill_and_reap(&mut self) {
+        self.signal_ranks(Signal::KILL);
+        let hopeless = matches!(self.stage, StopStage::Killed(due) if due <= Instant::now());
+        let due = if hopeless { Instant::now() } else { Instant::now() + KILL_TIME };
+        let left = self.end_descendants(due);
+        let is_left = |rank: &Rank| hopeless && rank.exited.is_none();
+        let kept = self.ranks.iter().filter(|rank| is_left(rank));
+        let targets = kept.flat_map(|rank| {
+            let groups = rank.groups().into_iter().map(Target::Group);
+            groups.chain([Target::Process(pid_of(&rank.child))])
+        });
+        self.guard.keep(targets.collect());
+        for rank in self.ranks.iter_mut().filter(|rank| !is_left(rank)) {
+            rank.status = process::reap(&mut rank.child).ok();
+            drop(process::reap(&mut rank.leader));
+        }
+        let ranks = self.ranks.iter().enumerate().filter(|(_, rank)| is_left(rank));
+        let ranks = ranks.map(|(local, rank)| {
+            let (number, pid) = (self.assignment.first_rank + local, rank.child.id());
+            format!("rank {number} (pid {pid}) is {}", describe_survivor(rank.kill_error))
+        });
+        let others = left.into_iter().map(|(pid, error)| {
+            format!("pid {pid}, started by a rank, is {}", describe_survivor(error))
+        });
+        self.survivors = ranks.chain(others).collect();
+    }
+
+    /// Kills the descendants of ranks until none is left. Returns those that cannot be killed, or
+    /// still run at `due`.
+    fn end_descendants(&self, due: Instant) -> Vec<(i32, Option<Errno>)> {
+        loop {
+            let kill = |process: Process| (process.pid, process.signal(Signal::KILL).err());
+            let left: Vec<_> = self.descendants().into_iter().map(kill).collect();
+            let may_end = left.iter().any(|(_, error)| error.is_none());
+            if !may_end || due <= Instant::now() {
+                // The thread that reaps them may come later, and others take zombies for processes.
+                process::reap_orphans();
+                return left;
+            }
+            std::thread::sleep(KILL_PAUSE);
+        }
+    }
+}
+
+impl Rank {
+    /// Returns the process groups whose ids this rank reserves: that of its leader, and its own if
+    /// it has made one.
+    fn groups(&self) -> Vec<Pid> {
+        let pid = pid_of(&self.child);
+        let own = getpgid(Some(pid)).ok().filter(|&group| group == pid);
+        [pid_of(&self.leader)].into_iter().chain(own).collect()
+    }
+}
+
+/// Returns the session of an unreaped child. Not by `getsid`: in a namespace of processes it is 0 if
+/// the session's leader is outside.
+fn session(child: &Child) -> Option<i32> {
+    Process::read(pid_of(child).as_raw_nonzero().get()).map(|process| process.session)
 }
 
 /// Emits the event of a rank's exit.
@@ -203,3 +324,5 @@ fn report_exit(
 
 /// Time for a process to end after SIGKILL.
 const KILL_TIME: Duration = Duration::from_secs(10);
+/// Time between two looks for killed processes.
+const KILL_PAUSE: Duration = Duration::from_millis(5);

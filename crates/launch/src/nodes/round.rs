@@ -123,7 +123,11 @@ impl Round {
     }
 
     /// Reads a value of this attempt; `None` if it is not set within `time`.
-    fn read<T: DeserializeOwned>(&self, name: &str, time: Duration) -> Result<Option<T>> {
+    pub(super) fn read<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        time: Duration,
+    ) -> Result<Option<T>> {
         match self.store.get(&self.key(name), time) {
             Ok(text) => from_json(name, &text).map(Some),
             Err(collective::Error::KeyTimeout { .. }) => Ok(None),
@@ -316,6 +320,8 @@ impl Rules {
         summary.is_restart = !changed;
         summary.starts_again = changed && (summary.code != 0 || joined_or_left)
             || summary.may_restart() && self.restarts_left;
+        // Two attempts never run at once.
+        summary.starts_again &= summary.survivors.is_empty();
     }
 }
 

@@ -87,7 +87,7 @@ impl CopyThread {
         if let Some((pipe, mut file)) = self.log
             && ioctl_fionbio(&pipe, true).is_ok()
         {
-            // Ends with an error if a process that left its group still holds the pipe open.
+            // Ends with an error if a process that is not of the job holds the pipe open.
             let _ = io::copy(&mut pipe.take(LARGEST_PIPE), &mut file);
         }
     }

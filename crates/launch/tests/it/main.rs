@@ -7,5 +7,6 @@ mod common;
 mod files;
 mod flags;
 mod nodes;
+mod processes;
 mod ranks;
 mod trace;

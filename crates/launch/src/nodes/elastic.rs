@@ -278,11 +278,15 @@ impl Elastic {
             let fresh = self.fresh.insert(fresh);
             round.set("master", &(&self.me.addr, fresh.port()))?;
         }
-        let deadline = Instant::now() + self.options.rdzv.lost_after();
+        let mut deadline = Instant::now() + self.options.rdzv.lost_after();
         let mut contact = Contact::new(&self.options.rdzv);
         let (master_addr, master_port) = loop {
-            if let Some(found) = round.read_slice("master", &mut contact)? {
-                break found;
+            let asked = Instant::now();
+            match contact.tolerate(round.read("master", round.slice()))? {
+                Some(Some(found)) => break found,
+                Some(None) => {}
+                // The first node could not write it meanwhile, either.
+                None => deadline += asked.elapsed(),
             }
             // Nodes that wait for the next attempt monitor the nodes of this one.
             drop(round.beat());
@@ -425,3 +429,47 @@ impl Coordinator for Elastic {
 const PAUSE: Duration = Duration::from_millis(200);
 /// A value that is never a state.
 const PLACEHOLDER: &[u8] = b"?";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Times: nodes count as lost after 6 s, the store is away for 4 s, and the first node writes 8 s
+    /// after the beginning.
+    #[test]
+    fn outage_of_the_store_extends_the_wait_for_the_first_node() {
+        let mut options = LaunchOptions::new(1, ["x"]);
+        options.rdzv.heartbeat = Duration::from_millis(500);
+        options.rdzv.missed_heartbeats = 12;
+        let mut elastic = Elastic::new(&options, (2, 2), "127.0.0.1".to_owned(), 0).unwrap();
+        elastic.state.nodes = vec![elastic.me.clone(); 2];
+        let (host, port) = (elastic.host.clone(), elastic.port);
+        let connect = || TcpStore::connect(&host, port, options.rdzv.heartbeat).unwrap();
+        let round = |node| Round {
+            store: Arc::new(connect()),
+            prefix: "job".to_owned(),
+            node,
+            members: Vec::new(),
+            control: None,
+            rdzv: options.rdzv,
+        };
+        let second = round(1);
+        drop(elastic.control.take());
+        let assigned = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_secs(4));
+                let addr = ([127, 0, 0, 1], port).into();
+                let server = TcpStoreServer::bind(addr).unwrap();
+                let first = round(0);
+                std::thread::sleep(Duration::from_secs(4));
+                first.set("master", &("h", 7)).unwrap();
+                std::thread::sleep(Duration::from_secs(4));
+                drop(server);
+            });
+            let (_sender, events) = std::sync::mpsc::channel();
+            let mut queue = Queue::new(events, std::sync::mpsc::channel().0);
+            elastic.assignment(&second, &mut queue).unwrap()
+        });
+        assert_eq!(assigned.expect("the first node has written").master_port, 7);
+    }
+}

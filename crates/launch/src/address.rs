@@ -87,7 +87,8 @@ pub(crate) fn refuses_connections(host: &str, port: u16) -> bool {
 
 /// Returns the name of this host.
 pub(crate) fn host_name() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = std::fs::read("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = String::from_utf8_lossy(&name);
     let name = name.trim();
     if name.is_empty() { "?".to_owned() } else { name.to_owned() }
 }

@@ -1,5 +1,7 @@
 //! The error type of this crate.
 
+use rustix::io::Errno;
+
 /// Error of [`launch`](crate::launch) and of the other functions of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -14,7 +16,7 @@ pub enum Error {
     #[error(transparent)]
     Collective(#[from] collective::Error),
     /// A system call failed.
-    #[error("{what}: {source}")]
+    #[error("{what}: {source}{}", advice(source))]
     Io {
         /// The operation, with the path or program.
         what: String,
@@ -28,6 +30,21 @@ impl Error {
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         |source| Self::Io { what, source }
+    }
+}
+
+/// Returns what to do about a limit of the system.
+fn advice(error: &std::io::Error) -> &'static str {
+    match Errno::from_io_error(error) {
+        Some(Errno::MFILE) => {
+            "; the launcher opens a few files for each rank: raise its limit (`ulimit -n`, and \
+             `ulimit -Hn` for the hard limit; `LimitNOFILE=` of a systemd unit)"
+        }
+        Some(Errno::NFILE) => "; raise the limit of the whole system (`sysctl fs.file-max`)",
+        Some(Errno::AGAIN) => {
+            "; raise the limit of processes and threads (`ulimit -u`, `pids.max` of the control group)"
+        }
+        _ => "",
     }
 }
 

@@ -114,7 +114,9 @@ impl SignalThread {
 
 /// Mask of the signals that this process ignores: bit `s - 1` is signal `s`.
 fn ignored() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    // The name of the program in it may be cut within a character.
+    let status = std::fs::read("/proc/self/status").unwrap_or_default();
+    let status = String::from_utf8_lossy(&status);
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
@@ -125,5 +127,20 @@ impl Drop for SignalThread {
         if let Some(thread) = self.thread.take() {
             drop(thread.join());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ignored_signals_are_known_if_the_programs_name_is_cut_within_a_letter() {
+        let name = std::fs::read("/proc/self/comm").unwrap();
+        std::fs::write("/proc/self/comm", b"1234567890\xd0\xbe\xd0").unwrap();
+        let mask = ignored();
+        std::fs::write("/proc/self/comm", name).unwrap();
+        // The standard library ignores SIGPIPE.
+        assert_eq!(mask >> (signal_hook::consts::SIGPIPE - 1) & 1, 1);
     }
 }

@@ -68,7 +68,14 @@ impl RunDir {
         let made = std::fs::create_dir_all(parent).and_then(|()| {
             DirBuilder::new().mode(if temporary { 0o700 } else { 0o755 }).create(&path)
         });
-        made.map_err(create_error(&path))?;
+        made.map_err(|error| {
+            let advice = match &logs.dir {
+                Some(_) => "set --log-dir to a directory",
+                None => "set TMPDIR to a directory, or use --log-dir",
+            };
+            let name = path.display();
+            Error::io(format!("create {name} ({advice} in which files can be created)"))(error)
+        })?;
         Ok(Self { path, temporary, logs })
     }
 
@@ -90,7 +97,8 @@ impl RunDir {
             let tee = self.logs.tee.has(rank, stream);
             let redirected = self.logs.redirects.has(rank, stream);
             let path = run_dir.join(name);
-            let file = (tee || redirected).then(|| File::create(&path)).transpose();
+            // A rank of an earlier attempt may have made a FIFO of that name, which would block.
+            let file = (tee || redirected).then(|| File::create_new(&path)).transpose();
             let file = file.map_err(create_error(&path))?;
             let file = file.map(|file| LogFile { path, file, missing: 0 });
             Ok(OutputTarget { file, console: shown && (tee || !redirected) })

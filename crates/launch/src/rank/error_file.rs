@@ -5,11 +5,13 @@
 //! and torchrun's summary shows the error. Only the first failure of a process is written. Of
 //! several ranks' failures the earliest is the root cause.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use rustix::fs::OFlags;
 use serde_json::{Value, json};
 
 use super::label_lines;
@@ -20,6 +22,9 @@ pub(crate) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 const MAX_FILE: u64 = 1 << 26;
 /// Maximum number of bytes quoted from a file that is not in torchrun's format.
 const MAX_SHOWN: usize = 1 << 10;
+
+/// `O_NONBLOCK`.
+const NONBLOCK: i32 = OFlags::NONBLOCK.bits().cast_signed();
 
 /// A failure, as read from an error file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,7 +99,13 @@ fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
 /// example truncated by a full disk, is quoted.
 pub(crate) fn read(path: &Path) -> Option<RankError> {
     let mut text = Vec::new();
-    File::open(path).ok()?.take(MAX_FILE).read_to_end(&mut text).ok()?;
+    // The rank may have made a FIFO of that name, and opening or reading it would wait for a writer.
+    let file = OpenOptions::new().read(true).custom_flags(NONBLOCK).open(path).ok()?;
+    if !file.metadata().ok()?.is_file() {
+        let message = "cannot read error file: it is not a regular file".to_owned();
+        return Some(RankError { message, at: None });
+    }
+    file.take(MAX_FILE).read_to_end(&mut text).ok()?;
     Some(parse(&text).unwrap_or_else(|| {
         text.truncate(MAX_SHOWN);
         let message = format!("cannot parse error file: `{}`", String::from_utf8_lossy(&text));
@@ -173,5 +184,17 @@ mod tests {
             assert_eq!(read(&path), Some(RankError { message, at: None }));
         }
         assert_eq!(read(&dir.path().join("none")), None);
+    }
+
+    #[test]
+    fn error_file_that_is_not_a_regular_file_is_named_and_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let (fifo, zero) = (dir.path().join("fifo"), dir.path().join("zero"));
+        assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+        std::os::unix::fs::symlink("/dev/zero", &zero).unwrap();
+        for path in [&*fifo, &*zero, dir.path()] {
+            let message = "cannot read error file: it is not a regular file".to_owned();
+            assert_eq!(read(path), Some(RankError { message, at: None }));
+        }
     }
 }

@@ -52,6 +52,47 @@ fn message_of_a_large_error_file_is_shown() {
 }
 
 #[test]
+fn error_file_that_is_a_fifo_does_not_block_the_launcher() {
+    let ran = run(1, "mkfifo \"$TORCHELASTIC_ERROR_FILE\"; exit 3", |_| {});
+    assert_eq!(ran.code, 3);
+    assert!(
+        ran.stderr.contains("exit code 3: cannot read error file: it is not a"),
+        "{}",
+        ran.stderr
+    );
+}
+
+#[test]
+fn log_file_that_a_rank_has_made_as_a_fifo_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = "next=$(dirname \"$TORCHELASTIC_ERROR_FILE\")/../../attempt_1/0
+        mkdir -p \"$next\"; mkfifo \"$next/stdout.log\"; exit 3";
+    let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
+    command.args(["--max-restarts=1", "--redirects=3", "--log-dir"]).arg(dir.path());
+    let output = command.args(["sh", "-c", script]).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("attempt_1/0/stdout.log: File exists"), "{said}");
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[test]
+fn error_of_the_temporary_directory_names_tmpdir() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
+    let output = command.arg("true").env("TMPDIR", "/proc/no").output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.starts_with("error: create /proc/no/") && said.contains("TMPDIR"), "{said}");
+}
+
+#[test]
+fn limit_of_open_files_is_named_with_what_to_do() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 24; exec \"$0\" --nproc-per-node=40 sleep 60"]);
+    let output = command.arg(env!("CARGO_BIN_EXE_launch")).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("Too many open files") && said.contains("ulimit -Hn"), "{said}");
+}
+
+#[test]
 fn truncated_error_file_is_quoted() {
     let script = r#"printf '{"message": {"message": "the cau' >"$TORCHELASTIC_ERROR_FILE"; exit 3"#;
     let ran = run(1, script, |_| {});

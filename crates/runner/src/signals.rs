@@ -80,7 +80,9 @@ const ENDS: [i32; 2] = [SIGINT, SIGTERM];
 
 /// Returns whether this process was started with a signal ignored.
 fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    // The name of the program in it may be cut within a character.
+    let status = std::fs::read("/proc/self/status").unwrap_or_default();
+    let status = String::from_utf8_lossy(&status);
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
     mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
@@ -104,4 +106,19 @@ fn once() -> Duration {
     let topology = Topology::from_env(|name| std::env::var(name).ok());
     let alone = topology.is_ok_and(|topology| topology.launcher == Launcher::None);
     Duration::from_millis(if alone { 50 } else { 1000 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ignored_signals_are_known_if_the_programs_name_is_cut_within_a_letter() {
+        let name = std::fs::read("/proc/self/comm").unwrap();
+        std::fs::write("/proc/self/comm", b"1234567890\xd0\xbe\xd0").unwrap();
+        // The standard library ignores SIGPIPE.
+        let ignored = is_ignored(signal_hook::consts::SIGPIPE);
+        std::fs::write("/proc/self/comm", name).unwrap();
+        assert!(ignored);
+    }
 }

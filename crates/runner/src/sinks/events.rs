@@ -53,8 +53,9 @@ impl EventFile {
 
 /// Name of this host.
 pub(crate) fn hostname() -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname");
-    host.map_or_else(|_| "localhost".to_owned(), |name| name.trim().to_owned())
+    let host = std::fs::read("/proc/sys/kernel/hostname");
+    let text = |name: Vec<u8>| String::from_utf8_lossy(&name).trim().to_owned();
+    host.map_or_else(|_| "localhost".to_owned(), text)
 }
 
 /// Current time in seconds since 1970.

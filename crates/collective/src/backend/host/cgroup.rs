@@ -18,7 +18,8 @@ const V2: Names = (["memory.max", "memory.current"], ["inactive_file", "active_f
 
 /// Returns an error if `bytes` more of shared memory would exceed a limit.
 pub(in crate::backend) fn check_limit(bytes: usize) -> Result<()> {
-    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let groups = fs::read("/proc/self/cgroup").unwrap_or_default();
+    let groups = String::from_utf8_lossy(&groups);
     check_groups(Path::new("/sys/fs/cgroup"), &groups, bytes as u64)
 }
 

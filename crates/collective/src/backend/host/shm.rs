@@ -110,9 +110,10 @@ fn wait_for_monitors(joining: &Joining<'_>, segment: &Segment) -> Result<()> {
 }
 
 /// Field 22 of `/proc/<pid>/stat`. The second field is the program's name in parentheses, which may
-/// contain any character.
+/// contain any byte: the kernel cuts it after 15, perhaps within a character.
 pub(crate) fn start_time(pid: u32) -> io::Result<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let stat = fs::read(format!("/proc/{pid}/stat"))?;
+    let stat = String::from_utf8_lossy(&stat);
     let fields = stat.rsplit(')').next().unwrap_or("");
     let time = fields.split_whitespace().nth(19).and_then(|field| field.parse().ok());
     time.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time"))
@@ -311,6 +312,15 @@ mod tests {
         let pid = std::process::id();
         assert_eq!(start_time(pid).unwrap(), start_time(pid).unwrap());
         assert!(start_time(u32::MAX).is_err());
+    }
+
+    #[test]
+    fn a_start_time_is_read_if_the_programs_name_is_cut_within_a_letter() {
+        let name = fs::read("/proc/self/comm").unwrap();
+        fs::write("/proc/self/comm", b"1234567890\xd0\xbe\xd0").unwrap();
+        let time = start_time(std::process::id());
+        fs::write("/proc/self/comm", name).unwrap();
+        time.unwrap();
     }
 
     #[test]

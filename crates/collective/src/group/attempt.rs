@@ -7,7 +7,10 @@
 //!
 //! Keys, after the group's name: `attempts`, how many there were; `open`, rank 0's claim of the
 //! open attempt; `tried/R`, rank R's claim of its last one, or of none (0) while it waits for its
-//! first.
+//! first; `N/replaced`, set if a rank of attempt N died and was started again.
+//!
+//! A rank that was started again and sees that the process with its claim of the open attempt has
+//! died ends that attempt for all, and all go on to the next one.
 //!
 //! Invariant: an attempt is claimed at most once for each rank.
 //!
@@ -25,7 +28,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::host::{is_running, start_time};
 use crate::backend::rendezvous::machine;
-use crate::store::{Store, deadline, missing};
+use crate::store::{FAILED, Store, deadline, missing, publish_failure};
 use crate::{Error, GroupOptions, Rank, Result};
 
 /// Interval at which ranks poll for rank 0's next attempt.
@@ -98,6 +101,19 @@ impl Attempt {
         joined
     }
 
+    /// Returns whether this attempt has ended because a rank of it died and was started again.
+    pub(crate) fn is_replaced(&self, store: &dyn Store) -> bool {
+        store.check(&[&self.replaced(self.claim.attempt)]).unwrap_or(false)
+    }
+
+    /// Ends the attempt of a process that had this rank and died.
+    fn replace(&self, store: &dyn Store, dead: &Claim) -> Result<()> {
+        store.set(&self.replaced(dead.attempt), b"")?;
+        let failed = self.key(&format!("{}/{FAILED}", dead.attempt));
+        let reason = format!("{} died while it joined", dead.describe(&self.claim));
+        publish_failure(store, &failed, self.rank, reason)
+    }
+
     fn open(&mut self, store: &dyn Store) -> Result<()> {
         let open = self.key("open");
         self.claim.attempt = store.add(&self.key("attempts"), 1)?;
@@ -105,7 +121,8 @@ impl Attempt {
         loop {
             let found = store.compare_set(&open, &expected, &own)?;
             if found == own {
-                return Ok(());
+                let dead = parse(&open, &expected)?.filter(|dead| dead.has_died(&self.claim));
+                return dead.map_or(Ok(()), |dead| self.replace(store, &dead));
             }
             if found == expected {
                 // Closed meanwhile.
@@ -124,6 +141,7 @@ impl Attempt {
         let first = store.compare_set(&tried, b"", &self.claim.to_json())?;
         let last = parse(&tried, &first)?.filter(|last| last.token != self.claim.token);
         let before = last.as_ref().map_or(0, |last| last.attempt);
+        let mut has_replaced = false;
         if before == 0 {
             // The other one waits for rank 0, too.
             self.check_free(last.as_ref())?;
@@ -143,6 +161,11 @@ impl Attempt {
                 // Another one may still be joining it. It also stays open if rank 0 was killed
                 // meanwhile.
                 self.check_free(last.as_ref())?;
+                let dead = last.as_ref().filter(|last| !has_replaced && last.attempt == opened);
+                if let Some(dead) = dead.filter(|dead| dead.has_died(&self.claim)) {
+                    self.replace(store, dead)?;
+                    has_replaced = true;
+                }
             }
             if left().is_zero() {
                 return Err(self.timeout(store, world_size, timeout, last.as_ref())?);
@@ -183,6 +206,10 @@ impl Attempt {
         Error::DuplicateRank { group, rank, by: other.describe(&self.claim) }
     }
 
+    fn replaced(&self, attempt: i64) -> String {
+        self.key(&format!("{attempt}/replaced"))
+    }
+
     fn tried(&self, rank: Rank) -> String {
         self.key(&format!("tried/{rank}"))
     }
@@ -204,10 +231,10 @@ impl Claim {
         let pid = std::process::id();
         let start_time = start_time(pid)
             .map_err(|error| Error::io("reading when this process started", &error))?;
-        let host = fs::read_to_string("/proc/sys/kernel/hostname")
+        let host = fs::read("/proc/sys/kernel/hostname")
             .map_err(|error| Error::io("reading this host's name", &error))?;
         let token = RandomState::new().hash_one((pid, Instant::now()));
-        let (machine, host) = (machine()?, host.trim().to_owned());
+        let (machine, host) = (machine()?, String::from_utf8_lossy(&host).trim().to_owned());
         Ok(Self { attempt: 0, token, pid, start_time, machine, host })
     }
 
@@ -222,6 +249,11 @@ impl Claim {
             return JOINING.lock().contains(&self.token);
         }
         self.machine == own.machine && is_running(self.pid, self.start_time)
+    }
+
+    /// Whether this is another process of this machine, which has ended.
+    fn has_died(&self, own: &Self) -> bool {
+        self.machine == own.machine && !self.is_of_same_process(own) && !self.is_in_use(own)
     }
 
     fn describe(&self, own: &Self) -> String {
@@ -248,9 +280,10 @@ fn parse(key: &str, json: &[u8]) -> Result<Option<Claim>> {
 #[cfg(test)]
 mod tests {
     use std::process::Command;
+    use std::sync::Arc;
 
     use super::*;
-    use crate::MemoryStore;
+    use crate::{MemoryStore, ProcessGroup};
 
     const SHORT: Duration = Duration::from_millis(50);
 
@@ -302,6 +335,44 @@ mod tests {
             let error = begin(&store, rank).unwrap_err();
             assert!(matches!(error, Error::MalformedRecord { .. }), "{error}");
         }
+    }
+
+    /// Returns the claim of a process of this machine that was killed.
+    fn of_a_dead_process(attempt: i64) -> Claim {
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        let (pid, start_time) = (child.id(), start_time(child.id()).unwrap());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        Claim { attempt, pid, start_time, ..Claim::of_this_thread().unwrap() }
+    }
+
+    /// Joins as two ranks, of which the first one is `before` and waits for the other.
+    fn join_after(store: &MemoryStore, before: Rank) {
+        let join = |rank| {
+            let options = GroupOptions::default().with_timeout(Duration::from_secs(20));
+            ProcessGroup::from_store(Arc::new(store.clone()), rank, 2, options)
+        };
+        std::thread::scope(|scope| {
+            let first = scope.spawn(move || join(before).map(drop));
+            store.wait(&[&format!("default/1/default/place/{before}")], 400 * SHORT).unwrap();
+            join(1 - before).unwrap();
+            first.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn rank_killed_after_its_claim_and_started_again_joins_with_the_others() {
+        let store = MemoryStore::new();
+        store.set("default/tried/1", &of_a_dead_process(1).to_json()).unwrap();
+        join_after(&store, 0);
+    }
+
+    #[test]
+    fn rank_0_killed_after_its_claim_and_started_again_joins_with_the_others() {
+        let store = MemoryStore::new();
+        assert_eq!(store.add("default/attempts", 1).unwrap(), 1);
+        store.set("default/open", &of_a_dead_process(1).to_json()).unwrap();
+        join_after(&store, 1);
     }
 
     /// Whether that process still runs cannot be known.

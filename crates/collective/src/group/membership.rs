@@ -109,8 +109,9 @@ impl ProcessGroup {
     /// [`rebuild`](Self::rebuild) call `connect` again for the groups they make.
     ///
     /// Every rank must call it, as [`from_store`](Self::from_store). Blocks for rank 0 for at most
-    /// the options' timeout, and then until `connect` returns. After that only rank 0 uses the
-    /// store, so rank 0 may end, and the store with it.
+    /// the options' timeout, and then until `connect` returns; both anew if a rank on this machine
+    /// dies meanwhile and is started again. After that only rank 0 uses the store, so rank 0 may
+    /// end, and the store with it.
     ///
     /// # Errors
     ///
@@ -128,13 +129,19 @@ impl ProcessGroup {
         check_rank(rank, world_size)?;
         // A prefix per attempt: this group and those made from it share no keys with an earlier
         // attempt.
-        let attempt = Attempt::begin(&*store, rank, world_size, &options)?;
-        let prefix = format!("{}/{}", options.name, attempt.number());
-        let watched = PrefixStore::watched(&prefix, Arc::clone(&store), world_size);
-        let view: Arc<dyn Store> = Arc::new(watched.clone());
-        let backend = connect(&view, rank, world_size, &options);
-        let backend = backend.map_err(|error| watched.failed(rank, error));
-        let backend = attempt.close(&*store, backend)?;
+        let (prefix, backend) = loop {
+            let attempt = Attempt::begin(&*store, rank, world_size, &options)?;
+            let prefix = format!("{}/{}", options.name, attempt.number());
+            let watched = PrefixStore::watched(&prefix, Arc::clone(&store), world_size);
+            let view: Arc<dyn Store> = Arc::new(watched.clone());
+            let backend = connect(&view, rank, world_size, &options);
+            let backend = backend.map_err(|error| watched.failed(rank, error));
+            match attempt.close(&*store, backend) {
+                // Once for each process that is started again.
+                Err(Error::Aborted { .. }) if attempt.is_replaced(&*store) => {}
+                joined => break (prefix, joined?),
+            }
+        };
         let own = PrefixStore::new(prefix, Arc::clone(&store));
         let origin = Some(Origin { store: Arc::new(own), connect });
         Ok(Self::new(backend, Membership::first(world_size, options, origin)))

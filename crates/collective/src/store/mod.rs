@@ -24,7 +24,9 @@ pub use self::exchange::exchange;
 pub(crate) use self::exchange::{join_values, split_values};
 pub use self::memory::MemoryStore;
 pub use self::prefix::PrefixStore;
-pub(crate) use self::prefix::{FAILED, FAILURE_GRACE, check_failed, watch_interval};
+pub(crate) use self::prefix::{
+    FAILED, FAILURE_GRACE, check_failed, publish_failure, watch_interval,
+};
 pub use self::tcp::client::TcpStore;
 pub use self::tcp::server::{Endpoint, TcpStoreServer};
 use crate::{Error, Result};

@@ -46,10 +46,7 @@ impl PrefixStore {
         if matches!(error, Error::DuplicateRank { .. }) {
             return;
         }
-        let mut reason = error.to_string();
-        reason.truncate(reason.floor_char_boundary(MAX_REASON));
-        let note = serde_json::to_vec(&(rank, reason)).expect("a number and a text");
-        drop(self.compare_set(FAILED, b"", &note));
+        drop(publish_failure(self, FAILED, rank, error.to_string()));
     }
 
     /// [Aborts](Self::abort), unless every rank detects the error itself. Returns the error, or the
@@ -140,6 +137,18 @@ impl Store for PrefixStore {
     fn local_ip(&self) -> Option<IpAddr> {
         self.store.local_ip()
     }
+}
+
+/// Writes why a rank has failed under `key`, unless another one has failed before.
+pub(crate) fn publish_failure(
+    store: &dyn Store,
+    key: &str,
+    rank: Rank,
+    mut reason: String,
+) -> Result<()> {
+    reason.truncate(reason.floor_char_boundary(MAX_REASON));
+    let note = serde_json::to_vec(&(rank, reason)).expect("a number and a text");
+    store.compare_set(key, b"", &note).map(drop)
 }
 
 /// Returns the failure of a rank that has [aborted](PrefixStore::abort) this watched view.

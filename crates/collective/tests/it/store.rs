@@ -248,6 +248,26 @@ fn a_wait_ends_with_its_connection() {
     assert_eq!(store.get("k", LONG).unwrap(), b"v");
 }
 
+#[test]
+fn idle_connections_of_a_restarted_server_are_replaced() {
+    let first = server();
+    let addr = ([127, 0, 0, 1], first.port()).into();
+    let store = client(&first);
+    thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| store.wait(&["k"], 4 * SHORT).unwrap_err());
+        }
+    });
+    drop(first);
+    let error = store.add("n", 1).unwrap_err().to_string();
+    assert!(error.contains("the server closed the connection"), "at once: {error}");
+    let second = TcpStoreServer::bind(addr).unwrap();
+    for count in 1..5 {
+        assert_eq!(store.add("n", 1).unwrap(), count);
+    }
+    drop(second);
+}
+
 /// A server whose answer to a wait crosses the client's cancel.
 #[test]
 fn an_answer_that_crosses_its_cancel_is_accepted() {

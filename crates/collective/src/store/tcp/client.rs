@@ -2,7 +2,8 @@
 //!
 //! A [`TcpStore`] keeps its idle connections. An operation takes one, or opens one if all are busy,
 //! so a thread that waits for a key never blocks another thread; a connection on which anything
-//! failed is closed, and the next operation opens a new one. Requests are never retried: an `add`
+//! failed is closed, and the next operation opens a new one, also in place of an idle one that a
+//! restarted server has closed. Requests are never retried: an `add`
 //! whose reply was lost returns an error, and may have taken effect.
 //!
 //! `set` is followed by a ping in the same write, and waits for the pong: when it returns, the
@@ -269,6 +270,16 @@ impl TcpStore {
         }
     }
 
+    /// Opens a connection in place of one that the server has closed: it may have been restarted.
+    /// If it has ended, the caller learns it without retries.
+    fn replace(&self, end: Instant, during: impl Fn() -> String) -> Result<Connection> {
+        let opened = Connection::open(&self.host, self.port, end.min(deadline(ANSWER_TIMEOUT)));
+        opened.map_err(|error| {
+            let reason = format!("the server closed the connection, and a new one failed: {error}");
+            Error::Store { store: self.addr(), during: during(), reason }
+        })
+    }
+
     /// Locks this process's idle connections. May return `None` in a fork, where a thread that
     /// exists only in the parent may hold the lock.
     fn idle(&self) -> Option<MutexGuard<'_, Idle>> {
@@ -306,6 +317,7 @@ impl TcpStore {
         let (start, deadline) = (Instant::now(), deadline(timeout));
         let idle = self.idle().and_then(|mut idle| idle.connections.pop());
         let mut connection = match idle {
+            Some(connection) if connection.is_stale() => self.replace(deadline, &during)?,
             Some(connection) => connection,
             None => self.open(deadline)?,
         };

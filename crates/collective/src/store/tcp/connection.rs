@@ -8,6 +8,8 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use mio::{Events, Interest, Token};
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 
 use super::codec::{self, CHECK_PRESENT, MAGIC, Request, WAIT_CANCELLED, WAIT_OVER};
 use crate::net::sockopt;
@@ -31,6 +33,12 @@ impl Connection {
         connection.send(&[Request::Validate { magic: MAGIC }, PING])?;
         connection.pong()?;
         Ok(connection)
+    }
+
+    /// Returns whether the server has closed this idle connection, on which it has nothing to send.
+    pub(super) fn is_stale(&self) -> bool {
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        rustix::net::recv(&self.stream, &mut [0_u8], flags).err() != Some(Errno::AGAIN)
     }
 
     /// Sends a request that waits, for keys or at a barrier, until `until`; returns false on

@@ -65,13 +65,14 @@ fn read_fields(section: &mut Section) -> Result<Fields> {
 /// [`MAX_STATE`].
 fn read_classes(section: &mut Section, numbers: impl Fn(usize) -> Option<usize>) -> Result<usize> {
     if !section.has("num_classes") {
-        section.required::<usize>("num_classes")?;
+        section.attempt(|section| section.required::<usize>("num_classes"))?;
     }
     let place = section.offset_of("num_classes");
     let classes = section.count("num_classes", 1)?;
     if numbers(classes).is_none_or(|numbers| numbers > MAX_STATE) {
         let text = format!("`num_classes` = {classes} needs more than {MAX_STATE} sums");
-        return Err(place.error(text));
+        section.note(place.error(text))?;
+        return Ok(1);
     }
     Ok(classes)
 }

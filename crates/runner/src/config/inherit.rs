@@ -9,8 +9,8 @@ use super::interpolate::interpolate;
 use super::tree::{Entry, Node, Value};
 use crate::{Error, Result};
 
-/// Maximum depth of inheritance.
-const MAX_DEPTH: usize = 32;
+/// Maximum number of files in a chain of bases.
+const MAX_CHAIN: usize = 32;
 
 /// Reads a file and its bases. Also returns its text if it has no base.
 pub(super) fn read(path: &Path) -> Result<(Node, Option<String>)> {
@@ -35,7 +35,7 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
         let is_plain = before == super::show::show(&root, false);
         return Ok((root, is_plain.then_some(text)));
     }
-    open.push(path.to_owned());
+    open.push(identity(path));
     let mut merged: Option<Node> = None;
     for base in bases {
         let (node, place) = (base.node, base.key_place);
@@ -44,8 +44,16 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
             return Err(place.error(format!("`_base_` must be a path or paths, got {kind}")));
         };
         let file = path.parent().unwrap_or_else(|| Path::new("")).join(&relative);
-        if open.contains(&file) || open.len() == MAX_DEPTH {
+        if open.contains(&identity(&file)) {
             let text = format!("`_base_`: {} inherits from itself", file.display());
+            return Err(node.place.error(text));
+        }
+        if open.len() == MAX_CHAIN {
+            let text = format!(
+                "`_base_`: {} would be number {} in a chain of bases; a chain has at most {MAX_CHAIN} files",
+                file.display(),
+                MAX_CHAIN + 1
+            );
             return Err(node.place.error(text));
         }
         // A missing base is reported at this file's `_base_`.
@@ -62,6 +70,11 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
     let base = merged.unwrap_or_else(|| root.clone());
     interpolate(&mut root, path, Some(&base))?;
     Ok((merge(base, root)?, None))
+}
+
+/// Path that is equal for all names of a file.
+fn identity(path: &Path) -> PathBuf {
+    std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
 /// Removes `_base_` from a file; returns one entry per base.
@@ -260,5 +273,24 @@ mod tests {
             let error = Config::from_file(&path).map(drop).unwrap_err().to_string();
             assert!(error.contains(says), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn chain_of_bases_that_is_too_long_is_not_a_circle() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "c0.toml", "x = 1\n");
+        for n in 1..40 {
+            write(dir.path(), &format!("c{n}.toml"), &format!("_base_ = 'c{}.toml'\n", n - 1));
+        }
+        let read = |n: usize| Config::from_file(dir.path().join(format!("c{n}.toml")));
+        assert_eq!(read(31).unwrap().show(false), "x = 1\n");
+        let said = read(32).unwrap_err().to_string();
+        assert!(said.contains("c0.toml would be number 33 in a chain of bases"), "{said}");
+        assert!(said.ends_with("at most 32 files"), "{said}");
+        // A circle is one also under other names.
+        let text = format!("_base_ = '../{}/a.toml'", dir.path().file_name().unwrap().display());
+        let path = write(dir.path(), "a.toml", &text);
+        let said = Config::from_file(path).unwrap_err().to_string();
+        assert!(said.ends_with("a.toml inherits from itself") && said.contains("1:10"), "{said}");
     }
 }

@@ -42,7 +42,7 @@ fn replace(text: &str, place: &Span, path: &Path, base: Option<&Node>) -> Result
         if let Some(variable) = inside.strip_prefix('$') {
             let value = environment(variable, place)?;
             if is_all {
-                return Ok(Node { value: parse_variable(value, place), place: place.clone() });
+                return Ok(Node { value: parse_variable(value, place)?, place: place.clone() });
             }
             result += &value;
         } else if let Some(key) = inside.strip_prefix("_base_.") {

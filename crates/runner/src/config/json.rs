@@ -9,6 +9,7 @@ use jsonc_parser::common::Ranged;
 use jsonc_parser::{CollectOptions, ParseOptions, ast, parse_to_ast};
 use serde::de::IgnoredAny;
 
+use super::options::parse_float;
 use super::tree::{Entry, Node, Source, Span, Value};
 use crate::Result;
 
@@ -79,10 +80,9 @@ fn parse_number(text: &str, place: &Span) -> Result<Value> {
     if let Ok(integer) = text.parse() {
         return Ok(Value::Integer(integer));
     }
-    let is_integer = text.bytes().all(|b| b.is_ascii_digit() || b == b'-');
     match text.parse() {
-        Ok(float) if f64::is_finite(float) && !is_integer => Ok(Value::Float(float)),
-        _ => Err(place.error(format!("`{text}` does not fit into 64 bits"))),
+        Ok(float) => parse_float(text, float, place),
+        Err(e) => Err(place.error(format!("`{text}`: {e}"))),
     }
 }
 
@@ -94,7 +94,7 @@ mod tests {
 
     fn plain(node: &Node) -> serde_json::Value {
         match &node.value {
-            Value::Null | Value::Datetime => serde_json::Value::Null,
+            Value::Null | Value::Datetime(_) => serde_json::Value::Null,
             Value::String(s) | Value::Variable(s, _) => s.as_str().into(),
             Value::Integer(i) => (*i).into(),
             Value::Float(f) => (*f).into(),

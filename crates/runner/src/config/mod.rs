@@ -181,4 +181,18 @@ mod tests {
             proptest::prop_assert_eq!(again.show(false), shown);
         }
     }
+
+    #[test]
+    fn dates_and_nothing_in_lists_are_shown_as_they_are_read() {
+        let text = "day = 2026-11-28\nat = [2026-11-28T10:00:00Z, 07:32:00]\n\
+                    list = ['{{ $RUNNER_TEST_UNSET:None }}', 1]";
+        let config = Config::from_text("c.toml", text).unwrap();
+        let shown = config.show(false);
+        let expected = "day = 2026-11-28\nat = [2026-11-28T10:00:00Z, 07:32:00]\n\
+                        list = [\"{{ $:None }}\", 1]\n";
+        assert_eq!(shown, expected);
+        assert_eq!(Config::from_text("again.toml", shown).unwrap().show(false), expected);
+        let said = config.into_section().required::<String>("day").unwrap_err().to_string();
+        assert_eq!(said, "c.toml:1:7: `day` must be a string, got a date");
+    }
 }

@@ -6,7 +6,7 @@
 //! `optimizer={ type = "SGD", lr = 0.1 }`. The old value is replaced.
 
 use super::toml;
-use super::tree::{Entry, Node, Source, Span, Value};
+use super::tree::{Entry, MAX_DEPTH, Node, Source, Span, Value, shortened};
 use crate::{Error, Result};
 
 /// Applies one override. Missing tables on the path of the key are created.
@@ -19,6 +19,9 @@ pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
     let parts: Vec<_> = key.trim().split('.').collect();
     if parts.iter().any(|part| part.is_empty()) {
         return Err(place.error("empty part in the dotted key"));
+    }
+    if parts.len() > MAX_DEPTH {
+        return Err(place.error(format!("the dotted key has more than {MAX_DEPTH} parts")));
     }
     let mut node = root;
     for (index, part) in parts.iter().enumerate() {
@@ -62,18 +65,41 @@ fn entry<'a>(entries: &'a mut Vec<Entry>, key: &str, place: &Span) -> &'a mut No
     &mut entries[index].node
 }
 
+/// Returns an error for lists that are nested too deeply to be parsed recursively.
+fn check_depth(text: &str, place: &Span) -> Result<()> {
+    let mut depth = 0_usize;
+    for byte in text.bytes() {
+        match byte {
+            b'[' | b'(' => depth += 1,
+            b']' | b')' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        if depth > MAX_DEPTH {
+            let text = format!("the lists in this value are nested deeper than {MAX_DEPTH} levels");
+            return Err(place.error(text));
+        }
+    }
+    Ok(())
+}
+
 /// Parses a value as MMEngine's `DictAction` does: an integer, a float, `true` or `false` in any
 /// case, `None`, a list of these in brackets, in parentheses or separated by commas, or else text.
 /// Spaces and surrounding quotes are ignored.
 pub(super) fn parse_value(text: &str, place: &Span) -> Result<Value> {
+    check_depth(text, place)?;
+    parse_nested(text, place)
+}
+
+fn parse_nested(text: &str, place: &Span) -> Result<Value> {
     let text: String = text.trim_matches(['\'', '"']).chars().filter(|c| *c != ' ').collect();
     let inside = |open, close| text.strip_prefix(open).and_then(|t| t.strip_suffix(close));
     let items = match inside('[', ']').or_else(|| inside('(', ')')) {
         Some(items) => items,
         None if text.contains(',') => &text,
-        None => return Ok(parse_scalar(&text)),
+        None => return parse_scalar(&text, place),
     };
-    let no_list = || place.error(format!("`{text}` is not a list: unbalanced brackets"));
+    let no_list =
+        || place.error(format!("`{}` is not a list: unbalanced brackets", shortened(&text)));
     let count = |bracket| items.matches(bracket).count();
     if count('(') != count(')') || count('[') != count(']') {
         return Err(no_list());
@@ -87,21 +113,28 @@ pub(super) fn parse_value(text: &str, place: &Span) -> Result<Value> {
             None if rest.len() == text.len() => return Err(no_list()),
             None => (rest, ""),
         };
-        nodes.push(Node { value: parse_value(item, place)?, place: place.clone() });
+        nodes.push(Node { value: parse_nested(item, place)?, place: place.clone() });
         rest = after;
     }
     Ok(Value::Array(nodes))
 }
 
 /// Parses the text of an environment variable: a string, and possibly another type as well.
-pub(super) fn parse_variable(text: String, place: &Span) -> Value {
+///
+/// # Errors
+///
+/// For a list that is nested too deeply.
+pub(super) fn parse_variable(text: String, place: &Span) -> Result<Value> {
     let is_list = text.starts_with('[') && text.ends_with(']');
-    let other = if is_list { parse_value(&text, place).ok() } else { Some(parse_scalar(&text)) };
-    match other {
-        Some(Value::Null) => Value::Null,
-        None | Some(Value::String(_)) => Value::String(text),
-        Some(other) => Value::Variable(text, Box::new(other)),
+    if is_list {
+        check_depth(&text, place)?;
     }
+    let other = if is_list { parse_nested(&text, place) } else { parse_scalar(&text, place) };
+    Ok(match other {
+        Ok(Value::Null) => Value::Null,
+        Err(_) | Ok(Value::String(_)) => Value::String(text),
+        Ok(other) => Value::Variable(text, Box::new(other)),
+    })
 }
 
 /// Position of the first comma outside brackets.
@@ -117,22 +150,34 @@ fn next_comma(text: &str) -> Option<usize> {
     })
 }
 
-fn parse_scalar(text: &str) -> Value {
+fn parse_scalar(text: &str, place: &Span) -> Result<Value> {
     // Python allows underscores between digits, but not at the beginning or end.
     let grouped = text.contains("__") || text.starts_with('_') || text.ends_with('_');
     let digits = text.replace('_', "");
     if !grouped && let Ok(integer) = digits.parse() {
-        return Value::Integer(integer);
+        return Ok(Value::Integer(integer));
     }
     if !grouped && let Ok(float) = digits.parse() {
-        return Value::Float(float);
+        return parse_float(&digits, float, place);
     }
-    match text.to_lowercase().as_str() {
+    Ok(match text.to_lowercase().as_str() {
         "true" => Value::Boolean(true),
         "false" => Value::Boolean(false),
         _ if text == "None" => Value::Null,
         _ => Value::String(text.to_owned()),
+    })
+}
+
+/// Returns a float, unless its text is an integer or a finite number that is too large.
+pub(super) fn parse_float(text: &str, float: f64, place: &Span) -> Result<Value> {
+    let is_integer = text.trim_start_matches(['-', '+']).bytes().all(|b| b.is_ascii_digit());
+    let overflows = float.is_infinite() && text.contains(|c: char| c.is_ascii_digit());
+    if is_integer || overflows {
+        let text = shortened(text);
+        let hint = if is_integer && !overflows { " as an integer; a float has a `.`" } else { "" };
+        return Err(place.error(format!("`{text}` does not fit into 64 bits{hint}")));
     }
+    Ok(Value::Float(float))
 }
 
 #[cfg(test)]
@@ -232,5 +277,64 @@ mod tests {
         let mut hooks = config.into_section().sections("hooks").unwrap();
         let error = hooks.remove(1).required::<usize>("type").unwrap_err().to_string();
         assert!(error.starts_with("--cfg-options hooks.1.type=C: `type` must be"), "{error}");
+    }
+
+    #[test]
+    fn deep_nesting_is_refused_in_an_option_and_in_a_variable() {
+        let refused = |text: &str, option: &str| {
+            let made = Config::from_text("c.toml", text);
+            let done = made.and_then(|mut config| config.override_with([option]));
+            done.unwrap_err().to_string()
+        };
+        let deep = "[(".repeat(30_000);
+        let closed = format!("{deep}{}", ")]".repeat(30_000));
+        for value in [&deep, &closed, &"[[1],".repeat(30_000)] {
+            let said = refused("", &format!("lr={value}"));
+            assert!(said.starts_with("--cfg-options lr=[") && said.len() < 400, "{said}");
+            assert!(said.ends_with("nested deeper than 64 levels"), "{said}");
+        }
+        let variable = format!("a = '{{{{ $RUNNER_TEST_UNSET:{closed} }}}}'");
+        let said = refused(&variable, "b=1");
+        assert!(said.starts_with("c.toml:1:5: the lists in this value are nested"), "{said}");
+        let said = refused("", &format!("{}=1", ["a"; 30_000].join(".")));
+        assert!(said.ends_with("the dotted key has more than 64 parts"), "{said}");
+        // The deepest that are read, and many flat ones.
+        let mut config = Config::from_text("c.toml", "").unwrap();
+        let list = format!("{}1{}", "[".repeat(64), "]".repeat(64));
+        let key = ["a"; 64].join(".");
+        let flat = "[1],".repeat(30_000) + "1";
+        config.override_with([format!("{key}={list}"), format!("b={flat}")]).unwrap();
+        assert!(config.show(true).lines().count() == 2);
+    }
+
+    #[test]
+    fn numbers_beyond_64_bits_are_refused() {
+        let mut config = Config::from_text("c.toml", "").unwrap();
+        for option in [
+            "seed=18446744073709551615",
+            "seed=-9223372036854775809",
+            "seed=[1,99999999999999999999]",
+            "lr=1e999",
+            "lr=-1e999",
+        ] {
+            let said = config.override_with([option]).unwrap_err().to_string();
+            assert!(said.contains("does not fit into 64 bits"), "{said}");
+        }
+        let mut config = Config::from_text("c.toml", "").unwrap();
+        config.override_with(["a=inf", "b=-9223372036854775808", "c=1e300"]).unwrap();
+        assert_eq!(config.show(false), "a = inf\nb = -9223372036854775808\nc = 1e300\n");
+        for (name, text) in [
+            ("c.toml", "a = 1e999"),
+            ("c.toml", "a = 18446744073709551615"),
+            ("c.json", "{\"a\": 1e999}"),
+            ("c.json", "{\"a\": 18446744073709551615}"),
+        ] {
+            let said = Config::from_text(name, text).unwrap_err().to_string();
+            assert!(said.starts_with(name), "{said}");
+        }
+        // A variable stays a text.
+        let text = "a = '{{ $RUNNER_TEST_UNSET:18446744073709551615 }}'";
+        let mut root = Config::from_text("c.toml", text).unwrap().into_section();
+        assert_eq!(root.required::<String>("a").unwrap(), "18446744073709551615");
     }
 }

@@ -203,12 +203,7 @@ impl Section {
     ///
     /// [`Error::Config`] if one of them is not a table.
     pub fn named_sections(&mut self) -> Result<Vec<(String, Self)>> {
-        let entries = std::mem::take(&mut self.entries);
-        let section = |entry: Entry| {
-            let section = self.subsection(&entry.key, entry.node)?;
-            Ok((entry.key, section))
-        };
-        entries.into_iter().map(section).collect()
+        self.named(|section, key, node| section.subsection(key, node))
     }
 
     /// Returns every key not read yet, with its value: for tables with user-defined keys. Call it
@@ -218,23 +213,30 @@ impl Section {
     ///
     /// [`Error::Config`] if a value is of another type.
     pub fn named_values<T: FromConfig>(&mut self) -> Result<Vec<(String, T)>> {
-        let entries = std::mem::take(&mut self.entries);
-        let value = |entry: Entry| {
-            let value = self.convert(&entry.key, &entry.node)?;
-            Ok((entry.key, value))
-        };
-        entries.into_iter().map(value).collect()
+        self.named(|section, key, node| section.convert(key, &node))
     }
 
     /// As [`named_sections`](Self::named_sections), with one table or an array of tables per key.
     pub(crate) fn named_lists(&mut self) -> Result<Vec<(String, Vec<Self>)>> {
-        let entries = std::mem::take(&mut self.entries);
-        let list = |entry: Entry| {
-            let nodes = one_or_more(entry.node).into_iter();
-            let sections = nodes.map(|node| self.subsection(&entry.key, node));
-            Ok((entry.key.clone(), sections.collect::<Result<_>>()?))
-        };
-        entries.into_iter().map(list).collect()
+        self.named(|section, key, node| {
+            one_or_more(node).into_iter().map(|node| section.subsection(key, node)).collect()
+        })
+    }
+
+    /// Returns every key not read yet and not `null`, with the result of `read`.
+    fn named<T>(
+        &mut self,
+        read: impl Fn(&Self, &str, Node) -> Result<T>,
+    ) -> Result<Vec<(String, T)>> {
+        let mut all = Vec::new();
+        for entry in std::mem::take(&mut self.entries) {
+            if matches!(entry.node.value, Value::Null) {
+                continue;
+            }
+            let value = self.attempt(|section| read(section, &entry.key, entry.node))?;
+            all.extend(value.map(|value| (entry.key, value)));
+        }
+        Ok(all)
     }
 
     /// Returns the remaining tables that have the key `inner`. Call it last.
@@ -263,12 +265,26 @@ impl Section {
         }
     }
 
-    /// Returns an error for keys that were not asked for.
+    /// Returns an error for keys that were not asked for. A key that is `null` is absent.
     ///
     /// # Errors
     ///
     /// [`Error::Config`] for the first unknown key, with the nearest valid one.
-    pub fn finish(self) -> Result<()> {
+    pub fn finish(mut self) -> Result<()> {
+        self.entries.retain(|e| !matches!(e.node.value, Value::Null));
+        self.refuse_rest()
+    }
+
+    /// As [`finish`](Self::finish), for a table whose keys `null` disables: one that may be a
+    /// misspelt known key is an error.
+    pub(crate) fn finish_with_nulls(mut self) -> Result<()> {
+        let known = &self.known;
+        let is_like_known = |key: &str| known.iter().any(|k| near(distance(k, key), key));
+        self.entries.retain(|e| !matches!(e.node.value, Value::Null) || is_like_known(&e.key));
+        self.refuse_rest()
+    }
+
+    fn refuse_rest(self) -> Result<()> {
         let place =
             if self.path.is_empty() { String::new() } else { format!(" in [{}]", self.path) };
         for entry in &self.entries {
@@ -303,7 +319,7 @@ impl Section {
     /// [`Error::Config`] if a value is of another type.
     pub fn one_or_more<T: FromConfig>(&mut self, key: &'static str) -> Result<Vec<T>> {
         match self.peek(key) {
-            Some(Value::Array(_)) => self.required(key),
+            Some(Value::Array(_)) => self.or(key, Vec::new()),
             _ => Ok(self.optional(key)?.into_iter().collect()),
         }
     }
@@ -535,9 +551,15 @@ from_config! {
     i64, "an integer": Value::Integer(i) => Some(*i);
     // `lr = 1` is a valid number.
     f64, "a number": Value::Float(f) => Some(*f), Value::Integer(i) => Some(*i as Self);
-    f32, "a number": Value::Float(f) => Some(*f as Self), Value::Integer(i) => Some(*i as f64 as Self);
+    f32, "a number in the range of f32": Value::Float(f) => narrow(*f), Value::Integer(i) => narrow(*i as f64);
     bool, "true or false": Value::Boolean(b) => Some(*b);
     String, "a string": Value::String(s) | Value::Variable(s, _) => Some(s.clone());
+}
+
+/// Rounds to `f32`; `None` for a number that would become infinite.
+fn narrow(value: f64) -> Option<f32> {
+    let narrow = value as f32;
+    (narrow.is_finite() || !value.is_finite()).then_some(narrow)
 }
 
 impl FromConfig for Duration {
@@ -659,5 +681,41 @@ mod tests {
                 proptest::prop_assert!(error.to_string().starts_with("c.toml:"));
             }
         }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn null_is_an_absent_key(key in "[a-z]{1,8}") {
+            let mut s = Config::from_text("c.json", format!("{{\"{key}\": null}}"))
+                .unwrap()
+                .into_section();
+            proptest::prop_assert_eq!(s.or("lr", 1_usize).unwrap(), 1);
+            proptest::prop_assert!(s.finish().is_ok());
+        }
+    }
+
+    #[test]
+    fn all_wrong_values_of_a_table_are_reported() {
+        let mut s = section("a = [1, 'x']\n[t]\nx = 1\ny = 2\n[u]\nz = {}\n[v]\nw = 'w'");
+        let mistakes = s.collect_mistakes();
+        s.one_or_more::<usize>("a").unwrap();
+        s.section("t").unwrap().named_sections().unwrap();
+        s.section("u").unwrap().named_values::<usize>().unwrap();
+        s.section("v").unwrap().named_lists().unwrap();
+        s.finish().unwrap();
+        let said = mistakes.check().unwrap_err().to_string();
+        let lines: Vec<_> = said.lines().map(|line| line.split(' ').next().unwrap()).collect();
+        assert_eq!(
+            lines,
+            ["c.toml:1:5:", "c.toml:3:5:", "c.toml:4:5:", "c.toml:6:5:", "c.toml:8:5:"]
+        );
+    }
+
+    #[test]
+    fn numbers_beyond_f32_are_refused() {
+        let mut s = section("a = 1e39\nb = [1.0, -1e300]\nc = inf\nd = 3e38");
+        assert!(s.required::<f32>("a").is_err() && s.required::<Vec<f32>>("b").is_err());
+        assert!(s.required::<f32>("c").unwrap().is_infinite());
+        assert_eq!(s.required::<f32>("d").unwrap(), 3e38);
     }
 }

@@ -33,7 +33,8 @@ fn walk(node: &Node, path: &str, origin: bool, lines: &mut String) {
 
 fn inline(value: &Value) -> String {
     match value {
-        Value::Null => "false".to_owned(),
+        // TOML has no null; a variable with this text has none as its value.
+        Value::Null => quote("{{ $:None }}"),
         // Escaped, so that it is not interpolated again.
         Value::String(s) => quote(&s.replace("{{", "{{ $:{{ }}")),
         Value::Integer(i) => i.to_string(),
@@ -51,7 +52,7 @@ fn inline(value: &Value) -> String {
                 items.map(|e| format!("{} = {}", key(&e.key), inline(&e.node.value))).collect();
             format!("{{ {} }}", items.join(", "))
         }
-        Value::Datetime => quote("a date"),
+        Value::Datetime(date) => date.clone(),
         Value::Variable(text, other) if text.contains("}}") => inline(other),
         // A variable without a name, so that the text is kept as well.
         Value::Variable(text, _) => quote(&format!("{{{{ $:{text} }}}}")),

@@ -4,6 +4,13 @@ use std::sync::Arc;
 
 use crate::Error;
 
+/// Maximum depth of tables and arrays, as trees are walked recursively. JSON is parsed with a limit of
+/// 128.
+pub(super) const MAX_DEPTH: usize = 64;
+
+/// Number of characters of a text that a message shows.
+const MAX_SHOWN: usize = 200;
+
 /// Origin of a configuration or of a part: a file or an override.
 #[derive(Debug)]
 pub(super) struct Source {
@@ -21,7 +28,7 @@ impl Source {
     }
 
     pub(super) fn cfg_option(option: &str) -> Arc<Self> {
-        let name = format!("--cfg-options {option}");
+        let name = format!("--cfg-options {}", shortened(option));
         Arc::new(Self { name, line_starts: Vec::new(), text: String::new() })
     }
 
@@ -33,6 +40,14 @@ impl Source {
     pub(super) fn at_line(self: &Arc<Self>, line: usize, byte: usize) -> Span {
         let start = self.line_starts.get(line.saturating_sub(1)).copied().unwrap_or(0);
         self.at(start + byte.saturating_sub(1))
+    }
+}
+
+/// Returns the beginning of a text that is too long for a message.
+pub(super) fn shortened(text: &str) -> std::borrow::Cow<'_, str> {
+    match text.char_indices().nth(MAX_SHOWN) {
+        Some((end, _)) => format!("{}...", &text[..end]).into(),
+        None => text.into(),
     }
 }
 
@@ -106,7 +121,8 @@ pub(super) enum Value {
     Boolean(bool),
     Array(Vec<Node>),
     Table(Vec<Entry>),
-    Datetime,
+    /// A date or time as TOML writes it; no key has one.
+    Datetime(String),
     /// The text of an environment variable, and the number, boolean or array that it parses to.
     Variable(String, Box<Self>),
 }
@@ -138,7 +154,7 @@ impl Value {
             Self::Boolean(_) => "a boolean",
             Self::Array(_) => "an array",
             Self::Table(_) => "a table",
-            Self::Datetime => "a date",
+            Self::Datetime(_) => "a date",
             Self::Variable(_, other) => other.kind(),
         }
     }

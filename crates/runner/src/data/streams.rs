@@ -41,7 +41,7 @@ fn read(
     make: impl FnOnce(Vec<String>, StreamOptions) -> train_data::Result<Stream> + Send + 'static,
 ) -> Result<StreamFactory> {
     if !section.has("files") {
-        section.required::<Vec<String>>("files")?;
+        section.attempt(|section| section.required::<Vec<String>>("files"))?;
     }
     let files: Vec<String> = section.one_or_more("files")?;
     let shuffle_buffer = section.or("shuffle_buffer", 0)?;

@@ -252,7 +252,7 @@ pub(super) mod with_image {
         let place = section.offset_of("root");
         let root: String = section.required("root")?;
         if !std::path::Path::new(&root).is_dir() {
-            return Err(place.error(format!("`root`: no such directory: `{root}`")));
+            section.note(place.error(format!("`root`: no such directory: `{root}`")))?;
         }
         Ok(Box::new(move || Ok(Arc::new(ImageFolder::new(root)?))))
     }
@@ -278,7 +278,7 @@ fn tokenize(section: &mut Section) -> Result<TransformFactory> {
     let place = section.offset_of("tokenizer");
     let file: String = section.required("tokenizer")?;
     if !std::path::Path::new(&file).is_file() {
-        return Err(place.error(format!("`tokenizer`: no such file: `{file}`")));
+        section.note(place.error(format!("`tokenizer`: no such file: `{file}`")))?;
     }
     Ok(Box::new(move || {
         let tokenize = train_data::transforms::Tokenize::from_file(&file);

@@ -129,7 +129,7 @@ impl CompileOptions {
         let mut table = root.section(key)?;
         let modes = CompileMode::ALL.map(|mode| (mode.name(), mode));
         if table.has("mode") && table.has("options") {
-            return Err(table.error("set either `mode` or `options`, not both"));
+            table.note(table.error("set either `mode` or `options`, not both"))?;
         }
         let mut read = Self {
             backend: table.choice("backend", "engine", &BACKENDS)?,
@@ -142,7 +142,7 @@ impl CompileOptions {
         if table.optional::<bool>("dynamic")? == Some(true) && read.graphs() {
             let what = "graphs have fixed shapes: `dynamic = true` is not supported with \
                         backend `cudagraphs` and modes `reduce-overhead` and `max-autotune`";
-            return Err(place.error(what));
+            table.note(place.error(what))?;
         }
         let disable = table.or("disable", false)?;
         if let Some(mut options) = table.optional_section("options")? {

@@ -284,7 +284,7 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     if unset && !hook.by_epoch {
         let text = "`by_epoch = false` needs `interval`: how many iterations lie between checkpoints, or -1 for the \
                     last one only";
-        return Err(by_epoch_at.error(text));
+        section.note(by_epoch_at.error(text))?;
     }
     hook.save_begin = section.or("save_begin", 0)?;
     let keep = section.or_checked("max_keep_ckpts", -1, "at least 1, or -1 for all", at_least_1)?;
@@ -301,18 +301,18 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
         let text = format!(
             "`filename_tmpl` must have one `{{}}`, no `/` and no `.` at its beginning, got `{template}`"
         );
-        return Err(place.error(text));
+        section.note(place.error(text))?;
     }
     hook.save_best = read_best(section)?;
     let place = section.offset_of("published_keys");
     hook.published_keys = section.one_or_more("published_keys")?;
     if let Some(key) = hook.published_keys.iter().find(|k| !PARTS.contains(&k.as_str())) {
-        return Err(place.error(unknown("part", key, &PARTS)));
+        section.note(place.error(unknown("part", key, &PARTS)))?;
     }
     if !hook.published_keys.is_empty() && !hook.published_keys.iter().any(|k| k == "model") {
         let text =
             "`published_keys` must contain `model`: a checkpoint cannot be loaded without it";
-        return Err(place.error(text));
+        section.note(place.error(text))?;
     }
     Ok(Box::new(hook))
 }
@@ -327,12 +327,12 @@ fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     let (greater_keys, less_keys): (Vec<String>, Vec<String>) =
         (section.one_or_more("greater_keys")?, section.one_or_more("less_keys")?);
     if metrics.len() > 1 && metrics.iter().any(|f| f == "auto") {
-        return Err(place.error("`auto` in `save_best` cannot be combined with other metrics"));
+        section.note(place.error("`auto` in `save_best` cannot be combined with other metrics"))?;
     }
     if rules.len() > 1 && rules.len() != metrics.len() {
         let text =
             format!("{} rules given for {} metrics of `save_best`", rules.len(), metrics.len());
-        return Err(rules_at.error(text));
+        section.note(rules_at.error(text))?;
     }
     let mut best = Vec::new();
     for (index, metric) in metrics.into_iter().enumerate() {

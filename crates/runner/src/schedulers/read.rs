@@ -99,7 +99,7 @@ fn read(
     let place = section.offset_of("convert_to_iter_based");
     config.convert_to_iter_based = section.or("convert_to_iter_based", false)?;
     if config.convert_to_iter_based && !config.by_epoch {
-        return Err(place.error(NOT_BY_EPOCHS));
+        section.note(place.error(NOT_BY_EPOCHS))?;
     }
     Ok(config)
 }

@@ -66,8 +66,8 @@ impl fmt::Debug for Error {
 }
 
 /// Returns the text before std's backtrace, which candle appends to its errors if `RUST_BACKTRACE`
-/// is set.
-fn without_backtrace(text: &str) -> &str {
+/// is set. A text that goes on after candle's needs it.
+pub(crate) fn without_backtrace(text: &str) -> &str {
     text.split_once("\n   0: ").map_or(text, |(message, _)| message)
 }
 

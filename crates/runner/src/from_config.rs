@@ -72,7 +72,7 @@ impl RunnerBuilder {
         let (builder, mistakes) = Self::read(config);
         let is_read = mistakes.len() == 0;
         builder.refuse(&mistakes);
-        let mut warnings = Vec::new();
+        let mut warnings = Vec::from_iter(builder.launcher_warning());
         mistakes.add_of(builder.try_parts(&mistakes, is_read, &mut warnings));
         (warnings, mistakes.check())
     }
@@ -141,8 +141,9 @@ impl RunnerBuilder {
 }
 
 /// Keys whose spans appear in messages of `runner check`.
-const PARTS: [&str; 6] = [
+pub(crate) const PARTS: [&str; 7] = [
     "model",
+    "launcher",
     "load_from",
     "optim_wrapper",
     "train_dataloader",
@@ -270,6 +271,9 @@ fn read_evaluation(
     evaluator: &'static str,
 ) -> Result<Option<(DataLoaderConfig, Evaluator)>> {
     if !root.has(loader) && !root.has(evaluator) {
+        // Read anyway, so that they are listed as valid keys.
+        root.optional_section(loader)?;
+        root.sections(evaluator)?;
         return Ok(None);
     }
     let mut place = None;
@@ -299,7 +303,7 @@ fn read_eval_cfg(
     if !is_there {
         let part = key.trim_end_matches("_cfg");
         let text = format!("`{key}` needs `{part}_dataloader` and `{part}_evaluator`");
-        return Err(section.error(text));
+        section.note(section.error(text))?;
     }
     section.choice("type", name, &[(name, ())])?;
     section.refuse("fp16", "evaluation uses the precision of the model")?;
@@ -352,7 +356,7 @@ fn read_auto_scale_lr(root: &mut Section) -> Result<Option<usize>> {
     let Some(mut section) = root.optional_section("auto_scale_lr")? else { return Ok(None) };
     let enable = section.or("enable", false)?;
     if enable && !section.has("base_batch_size") {
-        section.required::<usize>("base_batch_size")?;
+        section.attempt(|section| section.required::<usize>("base_batch_size"))?;
     }
     let base = section.count("base_batch_size", 1)?;
     section.finish()?;
@@ -399,7 +403,7 @@ fn read_hooks(
         for more in section.tables_with("type")? {
             all.extend(root.attempt_whole(|_| hooks::build(more, None, metrics))?);
         }
-        section.finish()?;
+        section.finish_with_nulls()?;
     }
     for section in root.sections("custom_hooks")? {
         all.extend(root.attempt_whole(|_| hooks::build(section, None, metrics))?);
@@ -450,7 +454,7 @@ fn read_lora(root: &mut Section) -> Result<Option<LoraOptions>> {
             .or_checked("dropout", 0.0, "at least 0 and less than 1", |p| (0.0..1.0).contains(p))?,
         targets: match section.has("targets") {
             true => section.one_or_more("targets")?,
-            false => section.required("targets")?,
+            false => section.attempt(|s| s.required("targets"))?.unwrap_or_default(),
         },
     };
     section.finish()?;
@@ -483,9 +487,9 @@ fn read_env(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
         ("high", MatmulPrecision::High),
         ("medium", MatmulPrecision::Medium),
     ];
-    if env.has(key) {
-        builder.matmul_precision = Some(env.choice(key, "highest", &names)?);
-    }
+    let given = env.has(key);
+    let precision = env.choice(key, "highest", &names)?;
+    builder.matmul_precision = given.then_some(precision);
     env.refuse(
         "cudnn_benchmark",
         "`compile = { mode = 'max-autotune' }` autotunes cuDNN's convolutions",
@@ -512,17 +516,18 @@ fn read_transport(dist: &mut Section) -> Result<Transport> {
         Transport::Hccl => ("npu", cfg!(feature = "npu")),
         _ => return Ok(transport),
     };
-    match built {
-        true => Ok(transport),
-        false => Err(place.error(format!(
+    if !built {
+        dist.note(place.error(format!(
             "backend `{}` needs `runner` built with the feature `{feature}`; `auto` and `host` do not",
             if transport == Transport::Hccl { "hccl" } else { feature }
-        ))),
+        )))?;
     }
+    Ok(transport)
 }
 
 fn read_launcher(root: &mut Section) -> Result<Option<Launcher>> {
     if !root.has("launcher") {
+        root.optional::<String>("launcher")?;
         return Ok(None);
     }
     let names = [

@@ -145,6 +145,11 @@ impl Part {
     ) -> Result<Box<dyn Optimizer>> {
         placement.check_clip(self.clip)?;
         let mut groups = self.paramwise.groups(params);
+        let all: Vec<_> = (0..params.len()).collect();
+        let own_params = own.unwrap_or(&all).iter().map(|index| params[*index].clone());
+        if let Some(warning) = self.paramwise.unmatched(&own_params.collect::<Vec<_>>()) {
+            placement.warn(warning);
+        }
         if let Some(own) = own {
             groups.iter_mut().for_each(|group| group.params.retain(|index| own.contains(index)));
             groups.retain(|group| !group.params.is_empty());

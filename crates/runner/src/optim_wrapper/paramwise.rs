@@ -11,6 +11,8 @@
 //! creates one group per parameter, with the same effect, except that rules with a norm over a
 //! group (BertAdam) here use the norm over all of its parameters.
 
+use std::borrow::Cow;
+
 use fused_optim::ParamGroup;
 
 use crate::engine::TensorSpec;
@@ -68,9 +70,29 @@ impl Paramwise {
         groups
     }
 
+    /// Returns a warning that names the custom keys that no name contains, and the names.
+    pub(crate) fn unmatched(&self, params: &[TensorSpec]) -> Option<String> {
+        let in_no_name = |key: &&str| !params.iter().any(|p| dotted(&p.name).contains(*key));
+        let keys = self.custom_keys.iter().map(|(key, _)| key.as_str());
+        let keys: Vec<_> = keys.filter(in_no_name).map(|key| format!("`{key}`")).collect();
+        if keys.is_empty() {
+            return None;
+        }
+        let names: Vec<_> = params.iter().map(|param| param.name.as_str()).collect();
+        let shown = &names[..names.len().min(MAX_NAMES)];
+        let more = names.len() - shown.len();
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        Some(format!(
+            "paramwise_cfg: no parameter's name contains {} of custom_keys, so they have no effect: a key is a \
+             part of the name, not a regular expression or pattern; the parameters are {}{more}",
+            keys.join(", "),
+            shown.join(", ")
+        ))
+    }
+
     fn multipliers(&self, param: &TensorSpec, all: &[TensorSpec]) -> Multipliers {
         let (prefix, name) = split(&param.name);
-        let full = format!("{prefix}.{name}");
+        let full = dotted(&param.name);
         let fitting = self.custom_keys.iter().filter(|(key, _)| full.contains(key.as_str()));
         let longest = fitting.min_by_key(|(key, _)| (std::cmp::Reverse(key.len()), key));
         if let Some((_, multipliers)) = longest {
@@ -97,6 +119,14 @@ impl Paramwise {
         }
         multipliers
     }
+}
+
+/// Number of parameters that a warning names.
+const MAX_NAMES: usize = 50;
+
+/// Name as custom keys are searched in it: one without a prefix has a leading dot.
+fn dotted(name: &str) -> Cow<'_, str> {
+    if name.contains('.') { name.into() } else { format!(".{name}").into() }
 }
 
 /// Splits a name into the layer's prefix and the parameter's own name.

@@ -440,9 +440,19 @@ impl Placement {
         None
     }
 
+    /// Adds a warning for the beginning of the log.
+    pub(crate) fn warn(&self, warning: String) {
+        self.warnings.lock().push(warning);
+    }
+
+    /// Returns the warnings so far.
+    pub(crate) fn take_warnings(&self) -> Vec<String> {
+        std::mem::take(&mut *self.warnings.lock())
+    }
+
     /// Returns a line for the beginning of the log, unless everything is on the host; and warnings.
     pub(crate) fn describe(&self, group: &ProcessGroup) -> (Option<String>, Vec<String>) {
-        let warnings = std::mem::take(&mut *self.warnings.lock());
+        let warnings = self.take_warnings();
         #[cfg(feature = "npu")]
         if let Some(npu) = &self.npu {
             let (line, more) = npu.describe(group);

@@ -438,14 +438,22 @@ fn make_optim(
 ) -> Result<(OptimWrapper, Value)> {
     let mut optim = factory.make(engine.params(), placement)?;
     placement.check(optim.optimizer())?;
-    if let Some(dtype) = optim.autocast().filter(|dtype| !engine.supports_autocast(*dtype)) {
-        return Err(Error::Engine(format!("this engine does not support autocast to {dtype:?}")));
-    }
+    check_autocast(engine, &optim)?;
     if let Some(device) = engine.device() {
         device.tune(optim.optimizer_mut());
     }
     let hyper_params = optim.hyper_params()?;
     Ok((optim, hyper_params))
+}
+
+/// Returns an error if the engine lacks the wrapper's autocast.
+pub(super) fn check_autocast(engine: &dyn Engine, optim: &OptimWrapper) -> Result<()> {
+    match optim.autocast().filter(|dtype| !engine.supports_autocast(*dtype)) {
+        Some(dtype) => {
+            Err(Error::Engine(format!("this engine does not support autocast to {dtype:?}")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Raises this process's limit of open files, as far as the system allows.
@@ -520,7 +528,7 @@ fn in_order(
 }
 
 /// Returns rank and world size of this process, from the launcher's environment.
-fn topology(launcher: Option<Launcher>) -> Result<Topology> {
+pub(super) fn topology(launcher: Option<Launcher>) -> Result<Topology> {
     let lookup = |name: &str| std::env::var(name).ok();
     Ok(match launcher {
         Some(launcher) => Topology::from_launcher(launcher, lookup)?,

@@ -1,21 +1,21 @@
 //! Checks a run before it starts, and implements `runner check`, which also tries samples of each
 //! data set on the model.
 //!
-//! A check runs on one rank on the host and creates nothing on disk. From each data set it takes
-//! the samples with the smallest and the largest integers (labels, indices) among a few hundred, so
-//! that a label out of range of the model is likely among them.
+//! A check runs on one rank on the host, under the configured autocast, and creates nothing on disk.
+//! From each data set it takes the samples with the smallest and the largest integers (labels,
+//! indices) among a few hundred, so that a label out of range of the model is likely among them.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use collective::ProcessGroup;
+use collective::{ProcessGroup, init::Launcher};
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 use tracing::dispatcher::get_default;
 use tracing::subscriber::NoSubscriber;
 
-use super::builder::build_model;
+use super::builder::{build_model, check_autocast, topology};
 use super::loading;
 use super::scheduling::make_schedulers;
 use super::work_dir::has_run_begun_with;
@@ -25,8 +25,10 @@ use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
 use crate::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient};
 use crate::evaluate::Evaluator;
+use crate::from_config::PARTS;
 use crate::model::{LoraOptions, ModelContext};
-use crate::placement::Placement;
+use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
+use crate::placement::{DeviceConfig, Placement};
 use crate::schedulers::{SchedulerConfig, Shape};
 use crate::{Error, Result};
 
@@ -45,7 +47,7 @@ impl RunnerBuilder {
             return Err(Error::Config("checking gradients needs a train_dataloader".to_owned()));
         };
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-        let cx = context(is_f64, self.frozen, self.lora);
+        let cx = context(DType::F32, is_f64, self.frozen, self.lora);
         build_model(model, &cx)?.check_gradients(&make(loader, &group)?.1, ignore)
     }
 
@@ -85,8 +87,31 @@ impl RunnerBuilder {
         }
     }
 
-    /// Builds model and data sets and tries samples on the model; if the configuration `is_read`
-    /// without errors, also builds the other parts.
+    /// Returns a warning if this process has not the environment of the named launcher, and so could
+    /// not train.
+    pub(crate) fn launcher_warning(&self) -> Option<String> {
+        let named = self.launcher.filter(|launcher| *launcher != Launcher::None)?;
+        let error = topology(Some(named)).err()?;
+        Some(format!("{}a run started here would end with: {error}", self.place_of("launcher")))
+    }
+
+    /// Position and name of a part, for messages.
+    fn place_of(&self, key: &str) -> String {
+        let place = self.spans.iter().find(|(known, _)| *known == key).map(|(_, place)| place);
+        place.map_or_else(|| format!("{key}: "), |place| format!("{place}: {key}: "))
+    }
+
+    /// Type of the model's parameters in a trial on the host, where candle may lack an operator in a
+    /// half type that it has on a GPU.
+    fn trial_dtype(&self) -> DType {
+        match (self.device, &self.optim) {
+            (DeviceConfig::Cuda { .. }, _) | (_, None) => DType::F32,
+            (_, Some(optim)) => optim.dtype,
+        }
+    }
+
+    /// Builds model, optimizer and data sets, and tries samples on the model in the run's precision;
+    /// if the configuration `is_read` without errors, also builds the schedulers.
     pub(crate) fn try_parts(
         mut self,
         mistakes: &Mistakes,
@@ -94,36 +119,26 @@ impl RunnerBuilder {
         warnings: &mut Vec<String>,
     ) -> Result<()> {
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-        let cx = context(false, std::mem::take(&mut self.frozen), self.lora.take());
-        let spans = std::mem::take(&mut self.spans);
+        let places = PARTS.map(|key| (key, self.place_of(key)));
         let add = |key: &str, why: &str, error: Error| {
-            let place = spans.iter().find(|(known, _)| *known == key).map(|(_, place)| place);
-            let place = place.map_or_else(String::new, |place| format!("{place}: "));
-            mistakes.add(Error::Config(format!("{place}{key}: {why}{error}")));
+            let place = places.iter().find(|(known, _)| *known == key).map_or("", |(_, at)| at);
+            mistakes.add(Error::Config(format!("{place}{why}{error}")));
         };
-        let model = self.model.take().map(|model| build_model(model, &cx)).transpose();
-        let mut engine = model.unwrap_or_else(|error| {
-            add("model", "", error);
-            None
-        });
-        let file = self.load_from.as_ref().filter(|path| loading::refusal(path).is_none());
-        let file = file.and_then(|path| self.load_options.file(path));
-        if let (Some(engine), Some(file)) = (&engine, file) {
-            let checked = self.load_options.check(&file, &**engine);
-            checked.map_or_else(|error| add("load_from", "", error), |text| warnings.extend(text));
-        }
+        let (mut engine, optim) = self.try_model(&add, warnings);
+        let autocast = optim.as_ref().and_then(OptimWrapper::autocast);
         let [val, test] = std::mem::take(&mut self.evaluations);
         let parts = [
             ("train_dataloader", self.train_loader.take().map(|loader| (loader, None))),
             ("val_dataloader", val.map(|(loader, evaluator)| (loader, Some(evaluator)))),
             ("test_dataloader", test.map(|(loader, evaluator)| (loader, Some(evaluator)))),
         ];
-        let mut trained_on = None;
+        let mut trial = engine.as_mut().map(|engine| Trial::new(&mut **engine, autocast));
         // Without the data no begin is beyond the end of an epoch.
         let mut epoch_length = usize::MAX;
         for (key, part) in parts {
-            let Some((loader, evaluator)) = part else { continue };
-            let (loader, batch) = match make(loader, &group) {
+            let Some((config, evaluator)) = part else { continue };
+            let last = if evaluator.is_none() { LastBatch::of(&config) } else { None };
+            let (loader, batch) = match make(config, &group) {
                 Ok(made) => made,
                 Err(error) => {
                     add(key, "", error);
@@ -133,32 +148,158 @@ impl RunnerBuilder {
             if evaluator.is_none() {
                 epoch_length = loader.batches_per_epoch();
             }
-            let Some(engine) = &mut engine else { continue };
-            let tried = try_batch(&mut **engine, &batch, evaluator, &mut trained_on);
-            tried.unwrap_or_else(|error| add(key, "trying samples on the model: ", error));
+            let Some(trial) = &mut trial else { continue };
+            match trial.run(&batch, evaluator) {
+                Err(error) => add(key, "trying samples on the model: ", error),
+                Ok(()) => match last.and_then(|last| trial.one_sample(&loader, last)) {
+                    Some((true, error)) => add(key, "", error),
+                    Some((false, error)) => warnings.push(format!("{key}: {error}")),
+                    None => {}
+                },
+            }
         }
         let Some(train) = self.train else { return Ok(()) };
         let iters = train.length.iters(epoch_length);
         warnings
             .extend(self.hooks.iter().filter_map(|(_, hook)| hook.warning(train.length, iters)));
-        let (Some(engine), Some(optim), true) = (engine, self.optim, is_read) else {
-            return Ok(());
-        };
+        let (Some(mut optim), true) = (optim, is_read) else { return Ok(()) };
         // In a run by epochs, the number of iterations of a cycle depends on the number of ranks.
         let is_exact =
             |of: &SchedulerConfig| of.by_epoch || matches!(train.length, Length::Iters(_));
         self.schedulers.retain(|of| is_exact(of) || !matches!(of.shape, Shape::OneCycle(_)));
-        let made = (optim.build)(engine.params(), &Placement::host()).and_then(|mut optim| {
-            make_schedulers(&self.schedulers, &train, epoch_length, &mut optim)
-        });
+        let made = make_schedulers(&self.schedulers, &train, epoch_length, &mut optim);
         made.map_or_else(|error| add("optim_wrapper", "", error), drop);
         Ok(())
     }
+
+    /// Builds the model, checks the weights that it begins with, and builds the optimizer.
+    fn try_model(
+        &mut self,
+        add: &dyn Fn(&str, &str, Error),
+        warnings: &mut Vec<String>,
+    ) -> (Option<Box<dyn Engine>>, Option<OptimWrapper>) {
+        let frozen = std::mem::take(&mut self.frozen);
+        let cx = context(self.trial_dtype(), false, frozen, self.lora.take());
+        let Some(model) = self.model.take() else { return (None, None) };
+        let engine = match build_model(model, &cx) {
+            Ok(engine) => engine,
+            Err(error) => {
+                add("model", "", error);
+                return (None, None);
+            }
+        };
+        let file = self.load_from.as_ref().filter(|path| loading::refusal(path).is_none());
+        if let Some(file) = file.and_then(|path| self.load_options.file(path)) {
+            let checked = self.load_options.check(&file, &*engine);
+            checked.map_or_else(|error| add("load_from", "", error), |text| warnings.extend(text));
+        }
+        let host = Placement::host();
+        let make = |optim: OptimWrapperFactory| {
+            let optim = optim.make(engine.params(), &host)?;
+            check_autocast(&*engine, &optim).map(|()| optim)
+        };
+        let optim = self.optim.take().map(make).transpose().unwrap_or_else(|error| {
+            add("optim_wrapper", "", error);
+            None
+        });
+        warnings.extend(host.take_warnings());
+        (Some(engine), optim)
+    }
 }
 
+/// The model and how samples are tried on it.
+struct Trial<'a> {
+    engine: &'a mut dyn Engine,
+    autocast: Option<DType>,
+    /// Fields of the last batch that the loss was computed of.
+    fields: Option<Vec<String>>,
+}
+
+impl<'a> Trial<'a> {
+    fn new(engine: &'a mut dyn Engine, autocast: Option<DType>) -> Self {
+        Self { engine, autocast, fields: None }
+    }
+
+    /// Trains on a batch without a step, or evaluates it. The loss of evaluation data is checked as
+    /// well if they have the fields of the training data.
+    fn run(&mut self, batch: &Batch, evaluator: Option<Evaluator>) -> Result<()> {
+        let fields: Vec<_> = batch.iter().map(|(name, _)| name.to_owned()).collect();
+        if let Some(mut evaluator) = evaluator {
+            evaluator.update(batch, &self.engine.eval(batch)?)?;
+            if self.fields.as_ref() != Some(&fields) {
+                return Ok(());
+            }
+        }
+        self.fields = Some(fields);
+        let sink: SharedSink = Arc::new(Mutex::new(NoSink));
+        let mut state = EngineState::default();
+        let mut cx = StepContext::new(sink, &mut state);
+        cx.autocast = self.autocast;
+        self.engine.train_step(batch, &mut cx).map(drop)
+    }
+
+    /// Tries one sample, if the last batch of an epoch may have only one, as normalization layers
+    /// need several. Returns the error, and whether a run of one rank would end with it.
+    fn one_sample(&mut self, loader: &DataLoader, last: LastBatch) -> Option<(bool, Error)> {
+        let (is_alone, text) = last.size_one(loader.dataset_len())?;
+        let batch = loader.samples(&[0]).map_err(Error::from);
+        let error = batch.and_then(|batch| self.run(&batch, None)).err()?.to_string();
+        let advice = "set `drop_last = true` in train_dataloader, or another `batch_size`";
+        let advice =
+            if error.contains("drop_last") { String::new() } else { format!(": {advice}") };
+        let text = format!("trying one sample on the model: {error} ({text}{advice})");
+        Some((is_alone, Error::Config(text)))
+    }
+}
+
+/// What determines the size of the last batch of an epoch.
+#[derive(Clone, Copy)]
+struct LastBatch {
+    batch_size: usize,
+    drop_last: bool,
+}
+
+impl LastBatch {
+    /// `None` if there is no last batch.
+    fn of(config: &DataLoaderConfig) -> Option<Self> {
+        let DataLoaderConfig { batch_size, drop_last, .. } = *config;
+        let is_endless = config.stream.is_some() || config.infinite && batch_size > 1;
+        (!is_endless).then_some(Self { batch_size, drop_last })
+    }
+
+    /// Returns whether the last batch of a run of one rank has one sample, and a text with the numbers
+    /// of ranks for which it has; `None` if there are none up to [`MAX_RANKS`].
+    fn size_one(self, samples: usize) -> Option<(bool, String)> {
+        let Self { batch_size, drop_last } = self;
+        if batch_size == 1 {
+            return Some((true, "`batch_size` is 1".to_owned()));
+        }
+        let has_one = |ranks: &usize| samples.div_ceil(*ranks) % batch_size == 1;
+        let ranks: Vec<_> = (1..=MAX_RANKS.min(samples)).filter(has_one).collect();
+        if drop_last || ranks.is_empty() {
+            return None;
+        }
+        let names: Vec<_> = ranks.iter().map(usize::to_string).collect();
+        let plural = if ranks == [1] { "rank" } else { "ranks" };
+        let text = format!(
+            "of {samples} samples in batches of {batch_size}, an epoch's last batch has one sample on {} {plural}",
+            names.join(", ")
+        );
+        Some((ranks[0] == 1, text))
+    }
+}
+
+/// Maximum number of ranks for which the last batch is checked.
+const MAX_RANKS: usize = 16;
+
 /// Options of a model that is built on the host for a trial.
-fn context(is_f64: bool, frozen: Vec<String>, lora: Option<LoraOptions>) -> ModelContext {
-    ModelContext { is_f64, frozen, lora, ..ModelContext::new(DType::F32, 0) }
+fn context(
+    dtype: DType,
+    is_f64: bool,
+    frozen: Vec<String>,
+    lora: Option<LoraOptions>,
+) -> ModelContext {
+    ModelContext { is_f64, frozen, lora, ..ModelContext::new(dtype, 0) }
 }
 
 /// Returns a data set's loader and a batch of extreme samples; for a stream its first batch.
@@ -172,7 +313,8 @@ fn make(mut config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoade
     }
     let len = loader.dataset_len();
     let count = len.min(SEARCHED);
-    let searched: Vec<_> = (0..count).map(|k| k * len / count).collect();
+    // Of more samples than this many, the rest is not searched.
+    let searched: Vec<_> = (0..count).map(|k| k * len.min(usize::MAX / SEARCHED) / count).collect();
     let batch = loader.samples(&searched)?;
     // Normalization layers may need two samples.
     let mut chosen = vec![searched[0], searched[count - 1]];
@@ -192,27 +334,6 @@ fn make(mut config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoade
     chosen.dedup();
     let batch = loader.samples(&chosen)?;
     Ok((loader, batch))
-}
-
-/// Trains on a batch without a step, or evaluates it. The loss of evaluation data is checked as
-/// well if they have the fields of the training data.
-fn try_batch(
-    engine: &mut dyn Engine,
-    batch: &Batch,
-    evaluator: Option<Evaluator>,
-    trained_on: &mut Option<Vec<String>>,
-) -> Result<()> {
-    let fields: Vec<_> = batch.iter().map(|(name, _)| name.to_owned()).collect();
-    if let Some(mut evaluator) = evaluator {
-        evaluator.update(batch, &engine.eval(batch)?)?;
-        if trained_on.as_ref() != Some(&fields) {
-            return Ok(());
-        }
-    }
-    *trained_on = Some(fields);
-    let sink: SharedSink = Arc::new(Mutex::new(NoSink));
-    let mut state = EngineState::default();
-    engine.train_step(batch, &mut StepContext::new(sink, &mut state)).map(drop)
 }
 
 /// Discards gradients.
@@ -289,6 +410,7 @@ fn check_names(hooks: &[(Priority, Box<dyn Hook>)], mistakes: &Mistakes) {
 mod tests {
     use super::*;
     use crate::config::Config;
+    use crate::model::MODELS;
     use crate::testing::register;
 
     const GOOD: &str = "model.type = 'Fake'\ntrain_cfg.max_epochs = 2\n\
@@ -384,6 +506,174 @@ mod tests {
             checked.unwrap();
             let warned = warnings.iter().any(|text| text.contains("EMAHook never starts"));
             assert_eq!(warned, warns, "{begin}: {warnings:?}");
+        }
+    }
+
+    #[test]
+    fn launcher_without_its_environment_is_a_warning() {
+        register();
+        for (launcher, warns) in [("pytorch", true), ("slurm", true), ("none", false)] {
+            let (warnings, checked) = check(&format!("{GOOD}launcher = '{launcher}'"));
+            checked.unwrap();
+            let of = |text: &&String| text.starts_with("c.toml:6:12: launcher: a run started here");
+            assert_eq!(warnings.iter().find(of).is_some(), warns, "{launcher}: {warnings:?}");
+        }
+    }
+
+    #[test]
+    fn custom_key_without_a_parameter_is_a_warning() {
+        register();
+        let keys = |keys: &str| {
+            let key = format!("optim_wrapper.paramwise_cfg.custom_keys = {{ {keys} }}");
+            let (warnings, checked) = check(&format!("{GOOD}{key}"));
+            checked.unwrap();
+            warnings
+        };
+        assert_eq!(keys("w = { lr_mult = 0.1 }"), [""; 0]);
+        let warnings = keys("w = { lr_mult = 0.1 }, '[w]' = { lr_mult = 0.1 }, bias = {}");
+        let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+        assert!(warning.contains("contains `[w]`, `bias` of custom_keys"), "{warning}");
+        assert!(warning.contains("not a regular expression"), "{warning}");
+        assert!(warning.ends_with("the parameters are w"), "{warning}");
+    }
+
+    #[cfg(feature = "candle")]
+    mod models {
+        use std::sync::Once;
+
+        use candle_core::{Module, ModuleT, Result, Tensor};
+
+        use super::*;
+        use crate::engine::candle::nn::{self, BatchNorm, Linear, VarBuilder};
+        use crate::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch, ops};
+
+        /// A layer of candle-ops, and one of candle-nn, which wants operands of one type.
+        struct Mixed(Linear, candle_nn::Linear);
+
+        impl Mixed {
+            fn new(vb: VarBuilder<'_>) -> Result<Self> {
+                let stock = candle_nn::linear(4, 10, vb.pp("stock"))?;
+                Ok(Self(nn::linear(64, 4, vb.pp("own"))?, stock))
+            }
+
+            fn logits(&self, batch: &TensorBatch) -> Result<Tensor> {
+                let x = batch.get("inputs")?.to_dtype(batch.dtype())?.flatten_from(1)?;
+                self.1.forward(&self.0.forward(&x)?)
+            }
+        }
+
+        impl CandleModel for Mixed {
+            fn loss(&self, batch: &TensorBatch) -> Result<Loss> {
+                let logits = self.logits(batch)?;
+                Ok(Loss::new(ops::cross_entropy(&logits, batch.get("labels")?)?))
+            }
+
+            fn predict(&self, batch: &TensorBatch) -> Result<Outputs> {
+                Ok(Outputs::new().with("logits", self.logits(batch)?))
+            }
+        }
+
+        /// Normalizes one value per sample and channel.
+        struct Normed(BatchNorm, Linear);
+
+        impl Normed {
+            fn new(vb: VarBuilder<'_>) -> Result<Self> {
+                let norm = nn::batch_norm(64, 1e-5, vb.pp("norm"))?;
+                Ok(Self(norm, nn::linear(64, 10, vb.pp("fc"))?))
+            }
+
+            fn logits(&self, batch: &TensorBatch, train: bool) -> Result<Tensor> {
+                let x = batch.get("inputs")?.to_dtype(batch.dtype())?;
+                let x = x.reshape(((), 64, 1, 1))?;
+                self.1.forward(&self.0.forward_t(&x, train)?.flatten_from(1)?)
+            }
+        }
+
+        impl CandleModel for Normed {
+            fn loss(&self, batch: &TensorBatch) -> Result<Loss> {
+                let logits = self.logits(batch, true)?;
+                Ok(Loss::new(ops::cross_entropy(&logits, batch.get("labels")?)?))
+            }
+
+            fn predict(&self, batch: &TensorBatch) -> Result<Outputs> {
+                Ok(Outputs::new().with("logits", self.logits(batch, false)?))
+            }
+        }
+
+        fn register() {
+            static ONCE: Once = Once::new();
+            crate::zoo::register();
+            ONCE.call_once(|| {
+                let mixed = |_: &mut _| Ok(CandleEngine::factory(Mixed::new));
+                MODELS.register("Mixed", mixed).unwrap();
+                let normed = |_: &mut _| Ok(CandleEngine::factory(Normed::new));
+                MODELS.register("Normed", normed).unwrap();
+            });
+        }
+
+        fn check(model: &str, more: &str) -> (Vec<String>, std::result::Result<(), String>) {
+            register();
+            let text = format!(
+                "model.type = '{model}'\ntrain_cfg.max_epochs = 1\n\
+                 optim_wrapper.optimizer = {{ type = 'SGD', lr = 0.1 }}\n{more}"
+            );
+            let (warnings, checked) = super::check(&text);
+            (warnings, checked.map_err(|error| error.to_string()))
+        }
+
+        const DIGITS: &str = "train_dataloader = { batch_size = 64, dataset.type = 'Digits' }\n";
+
+        #[test]
+        fn check_tries_the_configured_precision() {
+            check("Mixed", DIGITS).1.unwrap();
+            for dtype in ["float16", "bfloat16"] {
+                let amp = format!(
+                    "optim_wrapper.type = 'AmpOptimWrapper'\noptim_wrapper.dtype = '{dtype}'\n"
+                );
+                let said = check("Mixed", &format!("{amp}{DIGITS}")).1.unwrap_err();
+                assert!(
+                    said.starts_with("c.toml:6:20: train_dataloader: trying samples"),
+                    "{said}"
+                );
+                assert!(said.contains("dtype mismatch in matmul"), "{said}");
+                assert!(said.contains("cast one operand by `to_dtype`"), "{said}");
+                let half = format!("optim_wrapper.half_parameters = true\n{amp}{DIGITS}");
+                check("Mixed", &half).1.unwrap();
+            }
+            let amp = format!("optim_wrapper.type = 'AmpOptimWrapper'\n{DIGITS}");
+            check("Normed", &amp).1.unwrap();
+        }
+
+        #[test]
+        fn last_batch_of_one_sample_is_tried() {
+            let digits = |len: usize, batch: usize, more: &str| {
+                let text = format!(
+                    "train_dataloader = {{ batch_size = {batch}, {more} \
+                     dataset = {{ type = 'SyntheticImages', len = {len}, channels = 64, image_size = 1, \
+                     num_classes = 10 }} }}\n"
+                );
+                check("Normed", &text)
+            };
+            let (warnings, checked) = digits(65, 32, "");
+            let said = checked.unwrap_err();
+            assert!(said.contains("trying one sample on the model: forward: batch_norm"), "{said}");
+            assert!(said.contains("set `drop_last = true` in train_dataloader"), "{said}");
+            assert!(said.contains("has one sample on 1, 2 ranks"), "{said}");
+            assert_eq!(warnings, [""; 0]);
+            // Two ranks with 33 samples each.
+            let (warnings, checked) = digits(66, 32, "");
+            checked.unwrap();
+            let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+            assert!(warning.contains("has one sample on 2 ranks)"), "{warning}");
+            assert!(digits(65, 1, "drop_last = true,").1.is_err());
+            for (len, more) in [(64, ""), (65, "drop_last = true,")] {
+                let (warnings, checked) = digits(len, 32, more);
+                checked.unwrap();
+                assert_eq!(warnings, [""; 0], "{len}");
+            }
+            // Whereas this model needs only one sample.
+            let one = DIGITS.replace("64", "1");
+            check("Mixed", &one).1.unwrap();
         }
     }
 }

@@ -9,8 +9,9 @@
 //! in `f32` and each of [`ops`] runs in the type of PyTorch's lists. With half parameters
 //! ([`CandleOptions::dtype`]) parameters are `f16` or `bf16`, except those that a layer requests in
 //! `f32` by name (as norm layers do), and float inputs are cast. Models of candle-nn's layers work
-//! unchanged with half parameters, except its `BatchNorm`, and except matrix products in `bf16`,
-//! which candle lacks on the CPU. Master weights and the loss scale are managed by the caller.
+//! unchanged with half parameters, except its `BatchNorm`; matrix products in `bf16` are slow on the
+//! CPU, where candle makes them in `f32`. Master weights and the loss scale are managed by the
+//! caller.
 //!
 //! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`,
 //! `rms_norm`), and others with a wrong gradient or value (`max_pool2d`, `scatter`, `conv1d` of
@@ -65,6 +66,7 @@ use super::{
     StepContext, TensorSpec, WrongGradient,
 };
 use crate::data::{Array, ArrayData, Batch};
+use crate::error::without_backtrace;
 use crate::model::{LoraOptions, ModelContext, ModelFactory};
 use crate::{Error, Result};
 
@@ -308,16 +310,12 @@ impl CandleEngine {
 
     /// Computes the loss, under autocast if enabled.
     fn forward(&self, batch: &TensorBatch) -> Result<Loss> {
-        let failed = |e| Error::Engine(format!("forward: {e}"));
         if !self.autocast.is_enabled() {
-            return self.model.loss(batch).map_err(failed);
+            return self.model.loss(batch).map_err(|e| failed(&e, None));
         }
         let forward = || (self.model.loss(batch), ops::lowered_operators());
         let (loss, lowered) = ops::autocast(&self.autocast, forward);
-        let loss = loss.map_err(|e| match ops::mixed_types_advice(&e) {
-            Some(advice) => Error::Engine(format!("forward: {e}; {advice}")),
-            None => failed(e),
-        })?;
+        let loss = loss.map_err(|e| failed(&e, ops::mixed_types_advice(&e)))?;
         if lowered == 0 {
             return Err(Error::Engine(
                 "autocast is on, but no operator ran in half precision: candle-nn's own layers ignore \
@@ -351,6 +349,20 @@ impl CandleEngine {
         result
     }
 }
+
+/// Creates the error of a forward pass in training, with advice.
+fn failed(error: &candle_core::Error, advice: Option<&str>) -> Error {
+    let text = format!("forward: {error}");
+    let one_sample = text.contains("one value per channel").then_some(ONE_SAMPLE);
+    Error::Engine(match advice.or(one_sample) {
+        Some(advice) => format!("{}; {advice}", without_backtrace(&text)),
+        None => text,
+    })
+}
+
+/// Advice for a norm layer that got one sample.
+const ONE_SAMPLE: &str = "a batch of one sample, perhaps the last one of an epoch, is too small for a norm layer: \
+                          set `drop_last = true` in train_dataloader, or another `batch_size`";
 
 impl fmt::Debug for CandleEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -486,4 +498,34 @@ fn to_array(tensor: &Tensor) -> candle_core::Result<Array> {
         _ => ArrayData::I64(flat.to_dtype(DType::I64)?.to_vec1()?),
     };
     Array::new(tensor.dims(), data).map_err(candle_core::Error::wrap)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::backtrace::Backtrace;
+
+    use super::*;
+
+    #[test]
+    fn advice_comes_before_candles_backtrace() {
+        let with_backtrace = |error| candle_core::Error::WithBacktrace {
+            inner: Box::new(error),
+            backtrace: Box::new(Backtrace::force_capture()),
+        };
+        let (lhs, rhs, op) = (DType::BF16, DType::F32, "matmul");
+        let error = with_backtrace(candle_core::Error::DTypeMismatchBinaryOp { lhs, rhs, op });
+        let said = failed(&error, ops::mixed_types_advice(&error)).to_string();
+        assert!(
+            said.starts_with("forward: dtype mismatch in matmul, lhs: BF16, rhs: F32; "),
+            "{said}"
+        );
+        assert!(said.ends_with("cast one operand by `to_dtype`"), "{said}");
+        // The text of candle-ops.
+        let one = Tensor::ones((1, 2, 1, 1), DType::F32, &Device::Cpu).unwrap();
+        let scale = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
+        let options = ops::BatchNormOptions { eps: 1e-5, relu: false };
+        let error = with_backtrace(ops::batch_norm(&one, &scale, &scale, options).unwrap_err());
+        let said = failed(&error, None).to_string();
+        assert!(said.ends_with(ONE_SAMPLE) && !said.contains('\n'), "{said}");
+    }
 }

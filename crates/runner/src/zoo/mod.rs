@@ -63,19 +63,29 @@ fn fashion_mnist(section: &mut Section) -> Result<DatasetFactory> {
     Ok(Box::new(move || Ok(Arc::new(FashionMnist::new(split, root.as_deref())?))))
 }
 
+/// Maximum of each number in a configuration of the zoo: products of two fit into 64 bits.
+const MAX_COUNT: usize = 1 << 31;
+
+/// Reads a number of at least 1 and at most [`MAX_COUNT`].
+fn count(section: &mut Section, key: &'static str, default: usize) -> Result<usize> {
+    section.or_checked(key, default, "at least 1 and at most 2147483648", |count| {
+        (1..=MAX_COUNT).contains(count)
+    })
+}
+
 fn synthetic_images(section: &mut Section) -> Result<DatasetFactory> {
-    let count = section.count("len", 1024)?;
-    let (channels, size) = (section.count("channels", 3)?, section.count("image_size", 224)?);
-    let num_classes = section.count("num_classes", 1000)?;
+    let len = count(section, "len", 1024)?;
+    let (channels, size) = (count(section, "channels", 3)?, count(section, "image_size", 224)?);
+    let num_classes = count(section, "num_classes", 1000)?;
     let seed = section.or("seed", 0)?;
     let shape = [channels, size, size];
-    Ok(Box::new(move || Ok(Arc::new(SyntheticImages::new(count, shape, num_classes, seed)?))))
+    Ok(Box::new(move || Ok(Arc::new(SyntheticImages::new(len, shape, num_classes, seed)?))))
 }
 
 fn synthetic_tokens(section: &mut Section) -> Result<DatasetFactory> {
-    let count = section.count("len", 1024)?;
-    let length = section.count("length", 1024)?;
-    let vocab_size = section.count("vocab_size", 50257)?;
+    let len = count(section, "len", 1024)?;
+    let length = count(section, "length", 1024)?;
+    let vocab_size = count(section, "vocab_size", 50257)?;
     let seed = section.or("seed", 0)?;
-    Ok(Box::new(move || Ok(Arc::new(SyntheticTokens::new(count, length, vocab_size, seed)?))))
+    Ok(Box::new(move || Ok(Arc::new(SyntheticTokens::new(len, length, vocab_size, seed)?))))
 }

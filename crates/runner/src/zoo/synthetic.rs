@@ -27,12 +27,12 @@ impl SyntheticImages {
     ///
     /// # Errors
     ///
-    /// [`Error::Data`] if there are no classes.
+    /// [`Error::Data`] if there are no classes, or if an image does not fit into memory.
     pub fn new(count: usize, shape: [usize; 3], num_classes: usize, seed: u64) -> Result<Self> {
         if num_classes == 0 {
             return Err(Error::Data("synthetic images need at least one class".to_owned()));
         }
-        let mut pixels = vec![0; shape.iter().product::<usize>() + (1 << 20)];
+        let mut pixels = zeros(&shape, 1 << 20)?;
         ChaCha8Rng::seed_from_u64(seed).fill_bytes(&mut pixels);
         Ok(Self { pixels, shape, num_classes, count, seed })
     }
@@ -57,6 +57,20 @@ impl Dataset for SyntheticImages {
     }
 }
 
+/// Returns `product of shape + more` zeros, or an error if memory cannot hold them.
+fn zeros<T: Clone + Default>(shape: &[usize], more: usize) -> Result<Vec<T>> {
+    let count = shape.iter().try_fold(1_usize, |count, dim| count.checked_mul(*dim));
+    let mut zeros = Vec::new();
+    match count.and_then(|count| count.checked_add(more)) {
+        Some(count) if zeros.try_reserve_exact(count).is_ok() => zeros.resize(count, T::default()),
+        _ => {
+            let text = format!("synthetic data of shape {shape:?} do not fit into memory");
+            return Err(Error::Data(text));
+        }
+    }
+    Ok(zeros)
+}
+
 /// Texts of random tokens: nine in ten follow from the previous one, so that a model can learn.
 ///
 /// A sample has `inputs`, tokens `[length]`, and `labels`, the next token at each position. A text
@@ -75,7 +89,7 @@ impl SyntheticTokens {
     ///
     /// # Errors
     ///
-    /// [`Error::Data`] if the vocabulary is empty.
+    /// [`Error::Data`] if the vocabulary is empty, or if a text does not fit into memory.
     pub fn new(count: usize, length: usize, vocab_size: usize, seed: u64) -> Result<Self> {
         if vocab_size == 0 {
             return Err(Error::Data(
@@ -84,13 +98,14 @@ impl SyntheticTokens {
         }
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let mut token = 0;
-        let mut next = || {
+        let next = || {
             let drawn = random.next_u64() as usize;
             let is_drawn = drawn.is_multiple_of(10);
             token = if is_drawn { drawn / 10 } else { 5 * token + 1 } % vocab_size;
             token as i64
         };
-        let tokens = (0..length + (1 << 16)).map(|_| next()).collect();
+        let mut tokens = zeros(&[length], 1 << 16)?;
+        tokens.fill_with(next);
         Ok(Self { tokens, length, count, seed })
     }
 }

@@ -86,13 +86,19 @@ impl TensorBatch {
         Ok(Self { fields, dtype })
     }
 
+    /// Returns the field called `name`, if there is one.
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<&Tensor> {
+        self.fields.iter().find(|(n, _)| n == name).map(|(_, t)| t)
+    }
+
     /// Returns the field called `name`.
     ///
     /// # Errors
     ///
     /// No such field; the error lists the fields.
     pub fn get(&self, name: &str) -> Result<&Tensor> {
-        self.fields.iter().find(|(n, _)| n == name).map(|(_, t)| t).ok_or_else(|| {
+        self.find(name).ok_or_else(|| {
             let have: Vec<_> = self.fields.iter().map(|(n, _)| n.as_str()).collect();
             candle_core::Error::msg(format!("the batch has no field `{name}`; it has {have:?}"))
         })

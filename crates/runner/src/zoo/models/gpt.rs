@@ -7,8 +7,10 @@
 
 use candle_core::{Module, Result, Tensor, bail};
 
+use train_data::transforms::IGNORED;
+
 use crate::engine::candle::nn::{Embedding, Init, LayerNorm, Linear, VarBuilder, layer_norm};
-use crate::engine::candle::ops::{self, AttentionOptions};
+use crate::engine::candle::ops::{self, AttentionOptions, CrossEntropyOptions};
 use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
 
 /// Options of a [`Gpt`]. The default is the smallest GPT-2, with 124 million parameters.
@@ -35,8 +37,10 @@ impl Default for GptOptions {
 /// A decoder over tokens: `wte.weight`, `wpe.weight`, `h.0.attn.c_attn.weight`,
 /// `h.0.mlp.c_fc.weight`, `ln_f.weight`.
 ///
-/// It reads the field `inputs`, tokens `[n, positions]`; for the loss also `labels`, the next token
-/// at each position; and predicts `logits`, `[n, positions, vocab_size]`.
+/// It reads the field `input_ids`, as the text transforms make it, or `inputs`: tokens `[n,
+/// positions]`; for the loss also `labels`, the next token at each position, or -100 for none, as
+/// `pack` makes them. Without `labels` they are made of the tokens where `attention_mask` is 1. It
+/// predicts `logits`, `[n, positions, vocab_size]`.
 #[derive(Debug)]
 pub struct Gpt {
     wte: Embedding,
@@ -68,14 +72,39 @@ impl Gpt {
     }
 
     fn logits(&self, batch: &TensorBatch) -> Result<Tensor> {
-        self.forward(batch.get("inputs")?)
+        self.forward(tokens(batch)?)
     }
+}
+
+fn tokens(batch: &TensorBatch) -> Result<&Tensor> {
+    batch.find("input_ids").map_or_else(|| batch.get("inputs"), Ok)
+}
+
+/// Returns the label of each token: the field `labels`, or the next token that is not padding.
+fn labels(batch: &TensorBatch) -> Result<Tensor> {
+    let (None, Some(mask)) = (batch.find("labels"), batch.find("attention_mask")) else {
+        return batch.get("labels").cloned();
+    };
+    let tokens = tokens(batch)?;
+    let (rows, positions) = tokens.dims2()?;
+    let ignored = Tensor::full(IGNORED, (rows, positions), tokens.device())?;
+    let rest = positions.saturating_sub(1);
+    let [next, kept, none] =
+        [tokens, mask, &ignored].map(|of| of.narrow(1, positions - rest, rest));
+    Tensor::cat(&[&kept?.where_cond(&next?, &none?)?, &ignored.narrow(1, rest, 1)?], 1)
 }
 
 /// Returns the logits of the next token at each position of `[n, positions]`.
 impl Module for Gpt {
     fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
         let (_, positions) = tokens.dims2()?;
+        let context = self.wpe.dim(0)?;
+        if positions > context {
+            bail!(
+                "a text has {positions} tokens, but the model only {context} positions: set a larger \
+                 `context`, or shorten texts"
+            );
+        }
         let x = ops::add(&self.wte.forward(tokens)?, &self.wpe.narrow(0, 0, positions)?)?;
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
         ops::linear(&self.norm.forward(&x)?, self.wte.embeddings(), None)
@@ -84,8 +113,13 @@ impl Module for Gpt {
 
 impl CandleModel for Gpt {
     fn loss(&self, batch: &TensorBatch) -> Result<Loss> {
-        let (logits, labels) = (self.logits(batch)?, batch.get("labels")?);
-        Ok(Loss::new(ops::cross_entropy(&logits.flatten_to(1)?, &labels.flatten_all()?)?))
+        let (logits, labels) = (self.logits(batch)?, labels(batch)?);
+        // On a GPU the loss is faster without an ignored label.
+        let ignores = logits.device().is_cpu() || batch.find("input_ids").is_some();
+        let ignore_index = ignores.then_some(IGNORED);
+        let options = CrossEntropyOptions { ignore_index, ..CrossEntropyOptions::default() };
+        let (logits, labels) = (logits.flatten_to(1)?, labels.flatten_all()?);
+        Ok(Loss::new(ops::cross_entropy_with(&logits, &labels, options)?))
     }
 
     fn predict(&self, batch: &TensorBatch) -> Result<Outputs> {
@@ -139,4 +173,74 @@ impl Module for Block {
 
 fn normal(stdev: f64) -> Init {
     Init::Randn { mean: 0.0, stdev }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+    use rand::SeedableRng;
+    use train_data::transforms::{PadTokens, Transform, pack};
+
+    use super::*;
+    use crate::data::{Array, Batch, Sample, SampleRng};
+    use crate::engine::candle::{CandleEngine, CandleOptions};
+    use crate::engine::{Engine, EngineState, GradSink, StepContext};
+
+    struct NoSink;
+
+    impl GradSink for NoSink {
+        fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> crate::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn loss(batch: &Batch) -> crate::Result<f64> {
+        let options = GptOptions { vocab_size: 16, context: 8, width: 8, heads: 2, layers: 1 };
+        let build = |vb: VarBuilder<'static>| Gpt::new(&options, vb);
+        let mut engine = CandleEngine::new(CandleOptions::default(), build)?;
+        let mut state = EngineState::default();
+        let mut cx = StepContext::new(Arc::new(Mutex::new(NoSink)), &mut state);
+        Ok(engine.train_step(batch, &mut cx)?.scalars()?[0].1)
+    }
+
+    fn ids(rows: usize, ids: &[i64]) -> Array {
+        Array::new([rows, ids.len() / rows], ids.to_vec()).unwrap()
+    }
+
+    #[test]
+    fn batches_of_the_text_transforms_are_trained_on() {
+        let text = |ids: &[i64]| {
+            Sample::new().with("input_ids", Array::new([ids.len()], ids.to_vec()).unwrap())
+        };
+        // Tokens that have no label do not count.
+        let packed = pack(vec![text(&[1, 2, 3]), text(&[4, 5])], 4, 0).unwrap();
+        assert_eq!(*packed.get("labels").unwrap(), ids(2, &[2, 3, 0, 4, 5, 0, IGNORED, IGNORED]));
+        let of_packed = loss(&packed).unwrap();
+        let whole = Batch::new()
+            .with("inputs", ids(1, &[1, 2, 3, 0]))
+            .with("labels", ids(1, &[2, 3, 0, 4]));
+        let rest = Batch::new().with("inputs", ids(1, &[4, 5])).with("labels", ids(1, &[5, 0]));
+        let expected = (4.0 * loss(&whole).unwrap() + 2.0 * loss(&rest).unwrap()) / 6.0;
+        assert!((of_packed - expected).abs() < 1e-6, "{of_packed} {expected}");
+        // Padding is no label, and the next token is.
+        let mut random = SampleRng::from_seed([0; 32]);
+        let mut pad = |ids: &[i64]| {
+            let pad = PadTokens { length: 4, token: 9 };
+            pad.apply(text(ids), &mut random).unwrap()
+        };
+        let padded = crate::data::PadCollate::new(0.0);
+        let padded = padded.collate(vec![pad(&[1, 2, 3]), pad(&[4, 5])]).unwrap();
+        let labelled = Batch::new()
+            .with("inputs", ids(2, &[1, 2, 3, 9, 4, 5, 9, 9]))
+            .with("labels", ids(2, &[2, 3, IGNORED, IGNORED, 5, IGNORED, IGNORED, IGNORED]));
+        assert_eq!(loss(&padded).unwrap(), loss(&labelled).unwrap());
+        let said = loss(&Batch::new().with("input_ids", ids(1, &[1, 2]))).unwrap_err().to_string();
+        assert!(said.contains("no field `labels`"), "{said}");
+        let long = ids(1, &[1; 9]);
+        let long = Batch::new().with("inputs", long.clone()).with("labels", long);
+        let said = loss(&long).unwrap_err().to_string();
+        assert!(said.contains("9 tokens, but the model only 8 positions: set a larger"), "{said}");
+    }
 }

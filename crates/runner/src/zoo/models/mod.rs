@@ -21,6 +21,10 @@ use crate::config::Section;
 use crate::engine::candle::ops::{self, Normalization};
 use crate::engine::candle::{CandleEngine, Loss, TensorBatch};
 use crate::model::ModelFactory;
+use crate::zoo::{MAX_COUNT, count};
+
+/// Maximum number of layers of one kind.
+const MAX_LAYERS: usize = 4096;
 
 /// Models by name.
 pub(super) const READY: [(&str, Build); 4] =
@@ -31,13 +35,13 @@ type Build = fn(&mut Section) -> Result<ModelFactory>;
 fn resnet(section: &mut Section) -> Result<ModelFactory> {
     let default = ResNetOptions::default();
     let options = ResNetOptions {
-        in_channels: section.count("in_channels", default.in_channels)?,
-        num_classes: section.count("num_classes", default.num_classes)?,
-        width: section.count("width", default.width)?,
-        blocks: counts(section, "blocks", default.blocks)?,
+        in_channels: count(section, "in_channels", default.in_channels)?,
+        num_classes: count(section, "num_classes", default.num_classes)?,
+        width: count(section, "width", default.width)?,
+        blocks: counts(section, "blocks", default.blocks, MAX_LAYERS)?,
         bottleneck: section.or("bottleneck", default.bottleneck)?,
-        stem_kernel: section.count("stem_kernel", default.stem_kernel)?,
-        stem_stride: section.count("stem_stride", default.stem_stride)?,
+        stem_kernel: count(section, "stem_kernel", default.stem_kernel)?,
+        stem_stride: count(section, "stem_stride", default.stem_stride)?,
         stem_max_pool: section.or("stem_max_pool", default.stem_max_pool)?,
         normalization: normalization(section)?,
     };
@@ -47,9 +51,9 @@ fn resnet(section: &mut Section) -> Result<ModelFactory> {
 fn mlp(section: &mut Section) -> Result<ModelFactory> {
     let default = MlpOptions::default();
     let options = MlpOptions {
-        in_features: section.count("in_features", default.in_features)?,
-        hidden: counts(section, "hidden", default.hidden)?,
-        num_classes: section.count("num_classes", default.num_classes)?,
+        in_features: count(section, "in_features", default.in_features)?,
+        hidden: counts(section, "hidden", default.hidden, MAX_COUNT)?,
+        num_classes: count(section, "num_classes", default.num_classes)?,
         normalization: normalization(section)?,
     };
     Ok(CandleEngine::factory(move |vb| Mlp::new(&options, vb)))
@@ -58,14 +62,14 @@ fn mlp(section: &mut Section) -> Result<ModelFactory> {
 fn transformer(section: &mut Section) -> Result<ModelFactory> {
     let default = TransformerOptions::default();
     let options = TransformerOptions {
-        in_channels: section.count("in_channels", default.in_channels)?,
-        image_size: section.count("image_size", default.image_size)?,
-        patch_size: section.count("patch_size", default.patch_size)?,
-        width: section.count("width", default.width)?,
-        heads: section.count("heads", default.heads)?,
-        layers: section.count("layers", default.layers)?,
-        feed_forward: section.count("feed_forward", default.feed_forward)?,
-        num_classes: section.count("num_classes", default.num_classes)?,
+        in_channels: count(section, "in_channels", default.in_channels)?,
+        image_size: count(section, "image_size", default.image_size)?,
+        patch_size: count(section, "patch_size", default.patch_size)?,
+        width: count(section, "width", default.width)?,
+        heads: count(section, "heads", default.heads)?,
+        layers: depth(section, "layers", default.layers)?,
+        feed_forward: count(section, "feed_forward", default.feed_forward)?,
+        num_classes: count(section, "num_classes", default.num_classes)?,
         normalization: normalization(section)?,
     };
     Ok(CandleEngine::factory(move |vb| Transformer::new(&options, vb)))
@@ -74,22 +78,35 @@ fn transformer(section: &mut Section) -> Result<ModelFactory> {
 fn gpt(section: &mut Section) -> Result<ModelFactory> {
     let default = GptOptions::default();
     let options = GptOptions {
-        vocab_size: section.count("vocab_size", default.vocab_size)?,
-        context: section.count("context", default.context)?,
-        width: section.count("width", default.width)?,
-        heads: section.count("heads", default.heads)?,
-        layers: section.count("layers", default.layers)?,
+        vocab_size: count(section, "vocab_size", default.vocab_size)?,
+        context: count(section, "context", default.context)?,
+        width: count(section, "width", default.width)?,
+        heads: count(section, "heads", default.heads)?,
+        layers: depth(section, "layers", default.layers)?,
     };
     Ok(CandleEngine::factory(move |vb| Gpt::new(&options, vb)))
 }
 
-fn counts(section: &mut Section, key: &'static str, default: Vec<usize>) -> Result<Vec<usize>> {
+fn counts(
+    section: &mut Section,
+    key: &'static str,
+    default: Vec<usize>,
+    most: usize,
+) -> Result<Vec<usize>> {
     let place = section.offset_of(key);
     let counts = section.or(key, default)?;
-    if counts.contains(&0) {
-        return Err(place.error(format!("`{key}` must each be at least 1")));
+    if !counts.iter().all(|count| (1..=most).contains(count)) {
+        let text = format!("`{key}` must each be at least 1 and at most {most}, got {counts:?}");
+        section.note(place.error(text))?;
     }
     Ok(counts)
+}
+
+/// Reads the number of layers.
+fn depth(section: &mut Section, key: &'static str, default: usize) -> Result<usize> {
+    section.or_checked(key, default, "at least 1 and at most 4096", |count| {
+        (1..=MAX_LAYERS).contains(count)
+    })
 }
 
 fn normalization(section: &mut Section) -> Result<Normalization> {
@@ -98,7 +115,7 @@ fn normalization(section: &mut Section) -> Result<Normalization> {
     let mean = section.or("mean", default.mean)?;
     let std = section.or("std", default.std)?;
     if std.iter().any(|std| !(*std > 0.0 && std.is_finite())) {
-        return Err(place.error("`std` must be positive and finite"));
+        section.note(place.error("`std` must be positive and finite"))?;
     }
     Ok(Normalization { mean, std })
 }

@@ -1,6 +1,7 @@
 //! `Output`: a run's log, scalars and copy of its configuration.
 
 use std::io::ErrorKind;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -86,7 +87,7 @@ impl Output {
         self
     }
 
-    /// Creates this rank's trace, if one is wanted.
+    /// Creates this rank's trace, if one is wanted. On a full disk there is none.
     pub(super) fn open_trace(&mut self) -> Result<()> {
         let Some(path) = &self.log_config.trace else { return Ok(()) };
         let path = match self.rank {
@@ -100,7 +101,10 @@ impl Output {
         if path.is_file() {
             let _ = std::fs::remove_file(&path);
         }
-        self.trace = Some(Dispatch::new(ChromeTrace::create(&path, self.rank)?));
+        match ChromeTrace::create(&path, self.rank) {
+            Ok(trace) => self.trace = Some(Dispatch::new(trace)),
+            Err(error) => self.goes_on_without("a trace", error)?,
+        }
         Ok(())
     }
 
@@ -114,14 +118,21 @@ impl Output {
 
     /// On a full disk the run continues without the log, with a warning.
     fn or_without(&mut self, log: &str, written: Result<()>) -> Result<()> {
-        match written {
-            Err(Error::Io { what, source }) if is_full(&source) => {
-                self.is_open = false;
+        let Err(error) = written else { return Ok(()) };
+        self.goes_on_without(log, error)?;
+        self.is_open = false;
+        Ok(())
+    }
+
+    /// Warns of a full disk; returns any other error.
+    fn goes_on_without(&mut self, log: &str, error: Error) -> Result<()> {
+        match error {
+            Error::Io { what, source } if is_full(&source) => {
                 let text = format!("{what}: {source}; the run continues without {log}");
-                self.logger.warning(&text);
+                self.logger.warning_of_rank(&text);
                 Ok(())
             }
-            other => other,
+            other => Err(other),
         }
     }
 
@@ -132,7 +143,7 @@ impl Output {
         if let Some((name, text)) = &self.log_config.config {
             let extension = Path::new(name).extension().unwrap_or_default().to_string_lossy();
             let copy = vis.join(format!("config.{extension}"));
-            let write = |copy: &Path| std::fs::write(copy, text).map_err(|e| io(copy, e));
+            let write = |copy: &Path| write_whole(copy, text.as_bytes(), "create");
             let in_work_dir = self.work_dir.join(name);
             if !in_work_dir.is_file() || trains && self.is_copy(&in_work_dir, &extension) {
                 write(&in_work_dir)?;
@@ -237,9 +248,15 @@ impl Output {
 }
 
 impl Drop for Output {
-    /// Writes the buffered lines, however the run has ended.
+    /// Writes the buffered lines, however the run has ended: also while a panic unwinds, perhaps that
+    /// of a receiver, whose second one would end the process.
     fn drop(&mut self) {
-        let _ = self.flush();
+        self.logger.flush();
+        if self.is_open {
+            for backend in &mut self.backends {
+                let _ = catch_unwind(AssertUnwindSafe(|| backend.flush()));
+            }
+        }
     }
 }
 
@@ -371,8 +388,8 @@ impl Runner {
         self.flush()
     }
 
-    /// Writes a test's metrics to a file of their own.
-    pub(crate) fn write_test_scalars(&self, metrics: &[(String, f64)]) -> Result<()> {
+    /// Writes a test's metrics to a file of their own. On a full disk there is none.
+    pub(crate) fn write_test_scalars(&mut self, metrics: &[(String, f64)]) -> Result<()> {
         if !self.output.is_open {
             return Ok(());
         }
@@ -381,11 +398,17 @@ impl Runner {
         scalars.for_each(|(name, value)| line.put(name, value));
         let Output { work_dir, timestamp, .. } = &self.output;
         let path = work_dir.join(timestamp).join(format!("{timestamp}.json"));
-        std::fs::write(&path, line.end()).map_err(|source| Error::Io {
-            what: format!("cannot write {}", path.display()),
-            source,
-        })
+        let written = write_whole(&path, &line.end(), "write");
+        self.output.or_without("this file", written)
     }
+}
+
+/// Writes a file; if that fails, as on a full disk, removes the part that was written.
+fn write_whole(path: &Path, bytes: &[u8], what: &str) -> Result<()> {
+    std::fs::write(path, bytes).map_err(|source| {
+        let _ = std::fs::remove_file(path);
+        Error::Io { what: format!("cannot {what} {}", path.display()), source }
+    })
 }
 
 fn io(path: &Path, source: std::io::Error) -> Error {
@@ -402,12 +425,14 @@ fn eval_scalars(
 
 #[cfg(test)]
 mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::path::Path;
 
     use crate::Result;
     use crate::config::Config;
-    use crate::hooks::CheckpointHook;
+    use crate::hooks::{CheckpointHook, LoggerHook};
     use crate::runner::{Hook, Runner, RunnerBuilder, TrainConfig};
+    use crate::sinks::{RunInfo, ScalarRecord, VisBackend};
     use crate::testing::{Metrics, blank, builder, group, register};
 
     #[test]
@@ -464,6 +489,48 @@ mod tests {
         let logs = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
         let logs: Vec<_> = logs.filter(|name| name.to_string_lossy().starts_with("20")).collect();
         assert_eq!(logs.len(), runs.len(), "{logs:?}");
+    }
+
+    /// Receiver that panics when it is to write.
+    struct Panics;
+
+    impl VisBackend for Panics {
+        fn open(&mut self, _: &RunInfo<'_>) -> Result<()> {
+            Ok(())
+        }
+        fn add_scalars(&mut self, _: &ScalarRecord<'_>) -> Result<()> {
+            Ok(())
+        }
+        fn flush(&mut self) -> Result<()> {
+            panic!("a receiver's")
+        }
+    }
+
+    #[test]
+    fn panic_of_a_receiver_unwinds() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = builder(dir.path(), 2).hook(Box::new(LoggerHook::new(1)));
+        let mut run = run.vis_backend(Box::new(Panics)).build().unwrap();
+        let caught = catch_unwind(AssertUnwindSafe(move || run.train().map(drop)));
+        assert_eq!(*caught.unwrap_err().downcast::<&str>().unwrap(), "a receiver's");
+        // The other receivers have written.
+        let scalars = walk(dir.path()).into_iter().find(|path| path.ends_with("scalars.json"));
+        assert!(std::fs::read_to_string(scalars.unwrap()).unwrap().contains("\"iter\": 1"));
+    }
+
+    #[test]
+    fn full_disk_does_not_end_a_run_that_traces_or_tests() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = builder(dir.path(), 2).trace("/dev/full");
+        let run = run.test(blank(1), Metrics::new([[("acc", 1.0)]]));
+        let mut run = run.hook(Box::new(LoggerHook::new(1))).build().unwrap();
+        run.train().unwrap();
+        // The file of the test's metrics.
+        let work_dir = run.output.work_dir.join(&run.output.timestamp);
+        let file = work_dir.join(format!("{}.json", run.output.timestamp));
+        std::os::unix::fs::symlink("/dev/full", &file).unwrap();
+        run.test().unwrap();
+        assert!(!file.is_symlink(), "half a file stays");
     }
 
     /// The error of a run that must not write to its work directory.

@@ -6,7 +6,8 @@
 //! an asynchronous slice, from when it was opened until it was closed. Times are microseconds
 //! since 1970, so that the files of several ranks can be merged.
 //!
-//! Invariant: the file and `]` are valid JSON whenever the process ends.
+//! Invariant: the file and `]` are valid JSON whenever the process ends, also after a write to a full
+//! disk has failed.
 
 use std::collections::HashMap;
 use std::fmt::{self, Debug};
@@ -109,6 +110,9 @@ impl ChromeTrace {
     pub fn flush(&self) -> Result<()> {
         let mut state = self.state.lock();
         let flushed = state.file.flush();
+        if flushed.is_err() {
+            state.left = 0;
+        }
         std::mem::replace(&mut state.failed, Ok(())).and(flushed)
     }
 
@@ -379,5 +383,25 @@ mod tests {
         let left = || trace.downcast_ref::<ChromeTrace>().unwrap().state.lock().left;
         dispatcher::with_default(&trace, || (0..3).for_each(|_| info!("event")));
         assert_eq!(left(), 0);
+    }
+
+    #[test]
+    fn trace_is_valid_after_a_failed_write() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("trace.json");
+        let trace = Dispatch::new(ChromeTrace::create(&path, 0).unwrap());
+        let own = || trace.downcast_ref::<ChromeTrace>().unwrap();
+        dispatcher::with_default(&trace, || info!("one"));
+        own().flush().unwrap();
+        dispatcher::with_default(&trace, || info!("two"));
+        own().state.lock().file.fails_after = Some(9);
+        assert!(own().flush().is_err());
+        // Nothing is written after a gap.
+        dispatcher::with_default(&trace, || info!("three"));
+        own().flush().unwrap();
+        let partial = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(events(&format!("{partial}]")).len(), 1);
+        drop(trace);
+        assert_eq!(events(&std::fs::read_to_string(&path).unwrap()).len(), 1);
     }
 }

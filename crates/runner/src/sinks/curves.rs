@@ -1,7 +1,8 @@
 //! Scalars of a run as curves over its iterations, read from its `scalars.json` files.
 //!
-//! A resumed run has several files. Iterations that a later file repeats replace the earlier ones,
-//! so a run is one curve. Every value, including those of validations, is at an iteration: the step
+//! A resumed run has several files, in directories named after local time, which may go back. So they
+//! are joined in the order of their first iterations. Iterations that a later file repeats replace
+//! the earlier ones, so a run is one curve. Every value, including those of validations, is at an iteration: the step
 //! of its line or the last iteration logged before, whichever is greater. So steps may count epochs
 //! or iterations.
 
@@ -30,20 +31,32 @@ impl Run {
     /// Reads a `scalars.json`, or all in a work directory.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let mut run = Self { name: path.display().to_string(), ..Self::default() };
-        for file in files(path)? {
+        let mut parts = Vec::new();
+        for (age, file) in files(path)?.into_iter().enumerate() {
             let name = file.display();
             let text = std::fs::read_to_string(&file)
                 .map_err(|source| Error::Io { what: format!("cannot read {name}"), source })?;
-            run.append(&text).map_err(|e| Error::Data(format!("{name}: {e}")))?;
+            let range = range(&text).map_err(|e| Error::Data(format!("{name}: {e}")))?;
+            // A file without training, such as of an evaluation, stays behind the one before it.
+            let range = range.or_else(|| parts.last().map(|(start, ..): &Part| (*start, i64::MIN)));
+            let (start, end) = range.unwrap_or((i64::MIN, i64::MIN));
+            parts.push((start, age, end, text));
+        }
+        parts.sort_by_key(|(start, age, ..)| (*start, *age));
+        for (index, (_, age, _, text)) in parts.iter().enumerate() {
+            // Files that begin earlier, but were made later.
+            let newer = parts[..index].iter().filter(|(_, other, ..)| other > age);
+            run.append(text, newer.map(|part| part.2).max().unwrap_or(i64::MIN))?;
         }
         Ok(run)
     }
 
-    /// Adds the lines of a file, which continues the run.
-    pub(super) fn append(&mut self, text: &str) -> Result<()> {
+    /// Adds the lines of a file, which continues the run, except those up to the iteration
+    /// `replaced`, which newer files repeat.
+    pub(super) fn append(&mut self, text: &str, replaced: i64) -> Result<()> {
         let records = records(text)?;
         let start = records.iter().find_map(|record| record.iter);
-        if let Some(start) = start {
+        if let Some(start) = start.map(|start| start.max(replaced.saturating_add(1))) {
             self.curves.values_mut().for_each(|curve| curve.retain(|point| point.0 < start));
         }
         let resumed = self.has_iters;
@@ -56,6 +69,9 @@ impl Run {
             }
             iter = own.or(iter);
             let at = iter.map_or(step, |iter| iter.max(step));
+            if at <= replaced {
+                continue;
+            }
             for (name, value) in scalars {
                 let value = match value {
                     JsonValue::Null => f32::NAN,
@@ -70,7 +86,17 @@ impl Run {
     }
 }
 
-/// Lists the files of a run, in the order of their creation.
+/// First iteration, age (greater for a newer file), last iteration and text of a file.
+type Part = (i64, usize, i64, String);
+
+/// First and last training iteration of a file; `None` if it has none.
+fn range(text: &str) -> Result<Option<(i64, i64)>> {
+    let records = records(text)?;
+    let mut iters = records.iter().filter_map(|record| record.iter);
+    Ok(iters.next().map(|first| (first, iters.last().unwrap_or(first))))
+}
+
+/// Lists the files of a run, in the order of their names.
 fn files(path: &Path) -> Result<Vec<PathBuf>> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
@@ -129,7 +155,7 @@ mod tests {
 
     fn run(text: &str) -> Result<Run> {
         let mut run = Run::default();
-        run.append(text).map(|()| run)
+        run.append(text, i64::MIN).map(|()| run)
     }
 
     /// Returns the lines of a recording that are MMEngine's `scalars.json`.
@@ -176,5 +202,40 @@ mod tests {
         let values = run.curves["a NaN"].iter().map(|p| p.1).collect::<Vec<_>>();
         assert_eq!((values[0], values[3], values.len()), (1.0, 3.0, 4));
         assert!(values[1].is_nan() && values[2].is_nan() && run.curves["b"][0].1.is_nan());
+    }
+
+    /// Creates one file per run: its directory, its first and last iteration, its value.
+    fn runs(files: &[(&str, (i64, i64), f32)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, (first, last), value) in files {
+            let line = |i| format!("{{\"loss\": {value}, \"iter\": {i}, \"step\": {i}}}\n");
+            let vis = dir.path().join(name).join("vis_data");
+            std::fs::create_dir_all(&vis).unwrap();
+            let text: String = (*first..=*last).map(line).collect();
+            std::fs::write(vis.join("scalars.json"), text).unwrap();
+        }
+        dir
+    }
+
+    #[test]
+    fn resumed_run_is_whole_though_the_clock_went_back() {
+        // Summer time ends between the two runs; they share iterations 9 and 10.
+        let dir = runs(&[("20261025_025000", (1, 10), 1.0), ("20261025_021000", (9, 20), 2.0)]);
+        let curve = &Run::read(dir.path()).unwrap().curves["loss"];
+        assert_eq!(curve.iter().map(|p| p.0).collect::<Vec<_>>(), (1..=20).collect::<Vec<_>>());
+        assert_eq!((curve[0].1, curve[19].1), (1.0, 2.0));
+    }
+
+    #[test]
+    fn run_resumed_from_an_older_checkpoint_replaces_the_newer_one() {
+        let (a, b, c) = ("20260101_000000", "20260102_000000", "20260103_000000");
+        let dir = runs(&[(a, (1, 50), 1.0), (b, (50, 55), 2.0), (c, (40, 100), 3.0)]);
+        let curve = &Run::read(dir.path()).unwrap().curves["loss"];
+        assert_eq!(curve.iter().map(|p| p.0).collect::<Vec<_>>(), (1..=100).collect::<Vec<_>>());
+        assert!(curve.iter().all(|p| p.1 == if p.0 < 40 { 1.0 } else { 3.0 }), "{curve:?}");
+        // A run that began anew.
+        let dir = runs(&[(a, (1, 8), 1.0), (b, (1, 3), 2.0)]);
+        let curve = &Run::read(dir.path()).unwrap().curves["loss"];
+        assert_eq!(curve[..], [(1, 2.0), (2, 2.0), (3, 2.0)]);
     }
 }

@@ -196,7 +196,7 @@ mod tests {
 
     fn run(text: &str) -> Run {
         let mut run = Run::default();
-        run.append(text).unwrap();
+        run.append(text, i64::MIN).unwrap();
         run
     }
 

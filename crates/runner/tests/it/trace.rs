@@ -1,14 +1,18 @@
 //! A run as a program's own subscriber sees it, and as a Chrome trace.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use collective::ProcessGroup;
 use runner::config::Config;
+use runner::hooks::Hook;
 use runner::sinks::ChromeTrace;
-use runner::{Result, RunnerBuilder};
+use runner::{Result, Runner, RunnerBuilder};
+use rustix::process::{Resource, Rlimit, setrlimit};
 use serde_json::Value;
 
+use crate::common::alone;
 use crate::common::collector::Collector;
 use crate::common::from_config;
 
@@ -131,4 +135,46 @@ fn trace_is_refused_beside_a_subscriber_of_the_program() -> Result<()> {
     assert!(said.starts_with("trace: this program has a subscriber"), "{said}");
     assert!(!trace.exists() && !dir.path().join("run").exists());
     Ok(())
+}
+
+/// Limits the size of files once shared memory is there.
+struct SmallFiles;
+
+impl Hook for SmallFiles {
+    fn name(&self) -> &'static str {
+        "SmallFiles"
+    }
+
+    fn before_train(&mut self, _: &mut Runner) -> Result<()> {
+        // SIGXFSZ, which comes with the error, would end the process if it were not caught.
+        signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default()).unwrap();
+        let most = Some(20_000);
+        setrlimit(Resource::Fsize, Rlimit { current: most, maximum: most }).unwrap();
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "started by the next test in its own process, which limits file sizes"]
+fn with_small_files() {
+    let Some(dir) = std::env::var_os("TRACE_DIR").map(std::path::PathBuf::from) else { return };
+    let checkpoint = "checkpoint = { by_epoch = false, interval = 4 }";
+    assert!(CONFIG.contains(checkpoint));
+    let config = CONFIG.replace(checkpoint, "checkpoint = false");
+    let config =
+        Config::from_text("digits.toml", config.replace("max_iters = 4", "max_iters = 50"));
+    let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+    let run = from_config(config.unwrap()).unwrap().work_dir(dir.join("run")).process_group(group);
+    run.trace(dir.join("trace.json")).hook(Box::new(SmallFiles)).build().unwrap().train().unwrap();
+}
+
+#[test]
+fn trace_ends_with_a_whole_line_on_a_full_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = alone("trace::with_small_files");
+    let output = command.env("TRACE_DIR", dir.path()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("the trace ends there"), "{output:?}");
+    let text = std::fs::read_to_string(dir.path().join("trace.json")).unwrap();
+    assert!(!serde_json::from_str::<Vec<Value>>(&text).unwrap().is_empty());
 }

@@ -204,7 +204,7 @@ pub fn main() -> ExitCode {
         Command::Val(args) => as_rank(|| evaluate(args, EvalSplit::Val)),
         Command::Test(args) => as_rank(|| evaluate(args, EvalSplit::Test)),
         Command::Check(args) => check(&args),
-        Command::Config(args) => load(&args.config).map(|c| print(&c.show(args.show_origin))),
+        Command::Config(args) => load(&args.config).and_then(|c| print(&c.show(args.show_origin))),
         Command::Plot(args) => draw(args),
         Command::Publish(args) => publish(args),
     };
@@ -235,7 +235,14 @@ fn parse(args: &[OsString], before: &str) -> Result<Cli, ExitCode> {
                     "`{config}` is a configuration, not a command: did you mean `{name} {before}train {config}`?"
                 ));
             }
-            _ => drop(error.print()),
+            _ => match error.print() {
+                // `--help` and `--version`, which succeed otherwise.
+                Err(e) if !error.use_stderr() && e.kind() != std::io::ErrorKind::BrokenPipe => {
+                    tell("error", &format!("cannot write to standard output: {e}"));
+                    return ExitCode::FAILURE;
+                }
+                _ => {}
+            },
         }
         ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
     })
@@ -265,10 +272,15 @@ fn as_rank(work: impl FnOnce() -> Result<ExitCode>) -> Result<ExitCode> {
     })
 }
 
-/// Writes to standard output; ignores a closed one.
-fn print(text: &str) -> ExitCode {
-    let _ = std::io::stdout().lock().write_all(text.as_bytes());
-    ExitCode::SUCCESS
+/// Writes the result of a command to standard output; ignores a reader that has gone.
+fn print(text: &str) -> Result<ExitCode> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(source) if source.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Error::Io { what: "cannot write to standard output".to_owned(), source })
+        }
+        _ => Ok(ExitCode::SUCCESS),
+    }
 }
 
 fn load(args: &ConfigArgs) -> Result<Config> {
@@ -303,7 +315,7 @@ fn check(args: &CheckArgs) -> Result<ExitCode> {
             ),
         );
     }
-    Ok(print(&format!("{}: ok\n", args.config.config.display())))
+    print(&format!("{}: ok\n", args.config.config.display()))
 }
 
 /// Returns whether an argument of `launch` is the path of a program, and not of a configuration.
@@ -393,7 +405,7 @@ fn draw(args: PlotArgs) -> Result<ExitCode> {
         return Err(Error::Config(text));
     }
     checkpoint::write_output(&out, svg.as_bytes())?;
-    Ok(print(&format!("{}\n", out.display())))
+    print(&format!("{}\n", out.display()))
 }
 
 fn publish(args: PublishArgs) -> Result<ExitCode> {
@@ -403,7 +415,7 @@ fn publish(args: PublishArgs) -> Result<ExitCode> {
         false => newest_checkpoint(from)?,
     };
     let count = checkpoint::export(&path, &out, ExportOptions { in_training, adapter })?;
-    Ok(print(&format!("{}: {count} tensors of {}\n", out.display(), path.display())))
+    print(&format!("{}: {count} tensors of {}\n", out.display(), path.display()))
 }
 
 /// Returns the newest checkpoint of a work directory, given by path or by a configuration.

@@ -36,6 +36,7 @@ mod plot;
 mod published;
 #[cfg(feature = "candle")]
 mod seed_docs;
+mod stdout;
 #[cfg(feature = "candle")]
 mod tensorboard;
 #[cfg(feature = "candle")]

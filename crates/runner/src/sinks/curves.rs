@@ -93,7 +93,7 @@ type Part = (i64, usize, i64, String);
 fn range(text: &str) -> Result<Option<(i64, i64)>> {
     let records = records(text)?;
     let mut iters = records.iter().filter_map(|record| record.iter);
-    Ok(iters.next().map(|first| (first, iters.last().unwrap_or(first))))
+    Ok(iters.next().map(|first| (first, iters.next_back().unwrap_or(first))))
 }
 
 /// Lists the files of a run, in the order of their names.

@@ -47,3 +47,136 @@ fn check_of_gradients_passes_correct_models_and_refuses_unknown_names() {
     );
     assert!(!dir.path().join("work_dirs").exists());
 }
+
+#[test]
+fn model_that_memory_cannot_hold_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let huge = 1_usize << 31;
+    for (model, sizes) in [
+        ("ResNet", &["in_channels", "width"][..]),
+        ("Mlp", &["in_features", "hidden.0"]),
+        ("Transformer", &["image_size"]),
+        ("Transformer", &["feed_forward"]),
+        ("Gpt", &["vocab_size"]),
+    ] {
+        let options = sizes.iter().map(|size| format!("model.{size}={huge}"));
+        let options: Vec<_> = [format!("model.type={model}")].into_iter().chain(options).collect();
+        let size = sizes[0];
+        let hidden = if model == "Mlp" { "hidden = [1]\n" } else { "" };
+        let config = GOOD.replace("in_features = 64\nnum_classes = 10\n", hidden);
+        for command in ["check", "train"] {
+            let mut args = vec![command, "c.toml", "--cfg-options"];
+            args.extend(options.iter().map(String::as_str));
+            let output = run(dir.path(), &config, &args, &[]);
+            let said = stderr(&output);
+            assert_eq!(output.status.code(), Some(1), "{model} {size}: {said}");
+            assert!(said.contains("does not fit into memory"), "{model} {size}: {said}");
+        }
+    }
+    assert!(!dir.path().join("work_dirs").exists());
+}
+
+#[test]
+fn all_errors_are_reported_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let wrong = [
+        "env_cfg = { dist_cfg = { backend = \"gloo\" }, mp_cfg = { a = 1 }, wrong = 1 }",
+        "auto_scale_lr = { enable = true, wrong = 1 }",
+        "lora = { rank = 0, wrong = 1 }",
+        "frozen = [1]",
+        "test_cfg = { type = \"TestLop\" }",
+        "compile = { mode = \"default\", options = {}, wrong = 1 }",
+        "param_scheduler = { type = \"LinearLR\", by_epoch = false, convert_to_iter_based = true, wrong = 1 }",
+        "default_hooks.checkpoint = { filename_tmpl = \"x\", published_keys = \"a\", wrong = 1 }",
+        "wrong = 1",
+    ];
+    let config = GOOD.split("[default_hooks]").next().unwrap();
+    let keys = "[optim_wrapper]\nparamwise_cfg.custom_keys = { a = 1, b = 2 }";
+    let config = config.replace("[optim_wrapper]", keys);
+    let config = format!("{}\n{config}", wrong.join("\n"));
+    let output = run(dir.path(), &config, &["check", "c.toml"], &[]);
+    let said = stderr(&output);
+    let count = |of: &str| said.matches(of).count();
+    assert_eq!(count("unknown key `wrong`"), 7, "{said}");
+    for (of, times) in [
+        ("needs `runner` built with the feature `gloo`", usize::from(!cfg!(feature = "gloo"))),
+        ("`mp_cfg` is not supported", 1),
+        ("missing key `base_batch_size`", 1),
+        ("missing key `targets`", 1),
+        ("`rank` must be at least 1", 1),
+        ("`frozen` must be", 1),
+        ("`test_cfg` needs", 1),
+        ("unknown value `TestLop`", 1),
+        ("set either `mode` or `options`", 1),
+        ("must be a table, got an integer", 2),
+        ("`filename_tmpl` must have one", 1),
+        ("unknown part `a`", 1),
+    ] {
+        assert_eq!(count(of), times, "{of}: {said}");
+    }
+}
+
+/// Every key that messages list as valid, of the configuration and of its tables.
+#[test]
+fn null_means_absent_for_every_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let check = |config: &str| {
+        std::fs::write(dir.path().join("c.json"), config).unwrap();
+        let output = run(dir.path(), "", &["check", "c.json"], &[]);
+        (output.status.success(), stderr(&output))
+    };
+    let good = serde_json::json!({
+        "model": { "type": "Mlp", "in_features": 64, "num_classes": 10 },
+        "optim_wrapper": { "optimizer": { "type": "SGD", "lr": 0.1 }, "paramwise_cfg": {} },
+        "train_cfg": { "by_epoch": true, "max_epochs": 2 },
+        "train_dataloader": { "batch_size": 64, "sampler": {}, "dataset": { "type": "Digits" } },
+        "env_cfg": { "dist_cfg": {} }, "log_processor": {}, "randomness": {},
+        "default_hooks": { "checkpoint": { "type": "CheckpointHook" } },
+        "model_wrapper_cfg": {}, "visualizer": {}
+    });
+    for path in [
+        "",
+        "/model",
+        "/optim_wrapper",
+        "/optim_wrapper/optimizer",
+        "/train_cfg",
+        "/optim_wrapper/paramwise_cfg",
+        "/train_dataloader",
+        "/train_dataloader/sampler",
+        "/train_dataloader/dataset",
+        "/env_cfg",
+        "/env_cfg/dist_cfg",
+        "/log_processor",
+        "/randomness",
+        "/default_hooks/checkpoint",
+        "/model_wrapper_cfg",
+        "/visualizer",
+    ] {
+        let mut config = good.clone();
+        let table = config.pointer_mut(path).unwrap().as_object_mut().unwrap();
+        table.insert("wrong".into(), 1.into());
+        let said = check(&config.to_string()).1;
+        let valid = said.split("(valid: ").nth(1).unwrap_or_else(|| panic!("{path}: {said}"));
+        let valid = valid.split(')').next().unwrap();
+        let table = config.pointer_mut(path).unwrap().as_object_mut().unwrap();
+        table.remove("wrong");
+        for key in valid.split(", ") {
+            table.entry(key).or_insert(serde_json::Value::Null);
+        }
+        let (right, said) = check(&config.to_string());
+        assert!(right, "{path}: {said}\n{config}");
+    }
+    // Of MMEngine's dump.
+    let mut config = good.clone();
+    let nulls = ["test_dataloader", "test_evaluator", "test_cfg", "val_evaluator", "default_scope"];
+    for key in nulls {
+        config[key] = serde_json::Value::Null;
+    }
+    assert_eq!(check(&config.to_string()), (true, String::new()));
+    // A hook of a base that is disabled, and a misspelt one.
+    config["default_hooks"]["ema"] = serde_json::Value::Null;
+    assert_eq!(check(&config.to_string()), (true, String::new()));
+    config["default_hooks"]["chekpoint"] = serde_json::Value::Null;
+    let said = check(&config.to_string()).1;
+    assert!(said.contains("unknown key `chekpoint`; did you mean `checkpoint`?"), "{said}");
+}

@@ -88,6 +88,15 @@ fn incomplete_or_invalid_options_are_refused() {
         ("train_dataloader.collate_fn.type=pad", "unknown collate function `pad`"),
         ("model.hidden=3,0", "`hidden` must each be at least 1"),
         ("model.num_classes=0", "`num_classes` must be at least 1"),
+        (
+            "model.in_features=1000000000000",
+            "`in_features` must be at least 1 and at most 2147483648",
+        ),
+        ("model.in_features=9223372036854775807", "`in_features` must be at least 1 and at most"),
+        (
+            "model.hidden=10,1000000000000",
+            "`hidden` must each be at least 1 and at most 2147483648",
+        ),
         ("default_hooks.checkpoint.max_keep_ckpts=0", "`max_keep_ckpts` must be at least 1"),
         ("val_evaluator.topk=0", "`topk` must each be at least 1"),
         ("val_evaluator.type=Acuracy", "unknown metric `Acuracy`; did you mean `Accuracy`?"),

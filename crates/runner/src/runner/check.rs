@@ -244,10 +244,10 @@ impl<'a> Trial<'a> {
         let (is_alone, text) = last.size_one(loader.dataset_len())?;
         let batch = loader.samples(&[0]).map_err(Error::from);
         let error = batch.and_then(|batch| self.run(&batch, None)).err()?.to_string();
-        let advice = "set `drop_last = true` in train_dataloader, or another `batch_size`";
-        let advice =
-            if error.contains("drop_last") { String::new() } else { format!(": {advice}") };
-        let text = format!("trying one sample on the model: {error} ({text}{advice})");
+        let text = format!(
+            "trying one sample on the model: {error} ({text}: set `drop_last = true` in train_dataloader, or another \
+             `batch_size`)"
+        );
         Some((is_alone, Error::Config(text)))
     }
 }
@@ -664,7 +664,7 @@ mod tests {
             let (warnings, checked) = digits(66, 32, "");
             checked.unwrap();
             let [warning] = &warnings[..] else { panic!("{warnings:?}") };
-            assert!(warning.contains("has one sample on 2 ranks)"), "{warning}");
+            assert!(warning.contains("has one sample on 2 ranks: set"), "{warning}");
             assert!(digits(65, 1, "drop_last = true,").1.is_err());
             for (len, more) in [(64, ""), (65, "drop_last = true,")] {
                 let (warnings, checked) = digits(len, 32, more);

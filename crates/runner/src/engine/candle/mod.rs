@@ -353,16 +353,11 @@ impl CandleEngine {
 /// Creates the error of a forward pass in training, with advice.
 fn failed(error: &candle_core::Error, advice: Option<&str>) -> Error {
     let text = format!("forward: {error}");
-    let one_sample = text.contains("one value per channel").then_some(ONE_SAMPLE);
-    Error::Engine(match advice.or(one_sample) {
+    Error::Engine(match advice {
         Some(advice) => format!("{}; {advice}", without_backtrace(&text)),
         None => text,
     })
 }
-
-/// Advice for a norm layer that got one sample.
-const ONE_SAMPLE: &str = "a batch of one sample, perhaps the last one of an epoch, is too small for a norm layer: \
-                          set `drop_last = true` in train_dataloader, or another `batch_size`";
 
 impl fmt::Debug for CandleEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -520,12 +515,5 @@ mod tests {
             "{said}"
         );
         assert!(said.ends_with("cast one operand by `to_dtype`"), "{said}");
-        // The text of candle-ops.
-        let one = Tensor::ones((1, 2, 1, 1), DType::F32, &Device::Cpu).unwrap();
-        let scale = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
-        let options = ops::BatchNormOptions { eps: 1e-5, relu: false };
-        let error = with_backtrace(ops::batch_norm(&one, &scale, &scale, options).unwrap_err());
-        let said = failed(&error, None).to_string();
-        assert!(said.ends_with(ONE_SAMPLE) && !said.contains('\n'), "{said}");
     }
 }

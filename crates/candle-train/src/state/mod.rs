@@ -16,7 +16,7 @@ mod save;
 
 use amp::ScalerState;
 use collective::object::all_gather_object;
-use fused_optim::StateLayout;
+use fused_optim::{Optimizer as _, StateLayout};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -33,6 +33,11 @@ const OPTIMIZER: &str = "candle_train.optimizer";
 /// Name of the entry of a vector of the optimizer's state.
 fn optimizer_entry(index: usize, name: &str) -> String {
     format!("{OPTIMIZER}.{index}.{name}")
+}
+
+/// Name of the entry of a variable's weights in training, if its own entry has those for evaluation.
+fn trained_entry(name: &str) -> String {
+    format!("{PREFIX}trained.{name}")
 }
 
 /// Name of the entry of a rank's own data, in CBOR: JSON has neither infinity nor NaN.
@@ -67,6 +72,12 @@ const FORMAT: u32 = 2;
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Trainer {
+    /// Whether the variables' entries have weights for evaluation, and those in training are
+    /// further entries: from either alone the other cannot be computed bit for bit.
+    fn saves_eval_weights(&self) -> bool {
+        self.optimizer.optimizer().has_eval_weights()
+    }
+
     /// Exchanges the ranks' results. If one has failed, all have its reason.
     fn exchange<T: Serialize + DeserializeOwned>(
         &self,

@@ -4,14 +4,17 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use amp::LossScaler;
-use candle_core::TensorId;
+use candle_core::{TensorId, Var};
 use fused_optim::{StateDict, StateLayout};
 use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 
 use super::file::{Id, Reader};
-use super::{BoxError, FORMAT, OPTIMIZER, PREFIX, Progress, TRAINER, optimizer_entry, own_entry};
+use super::{
+    BoxError, FORMAT, OPTIMIZER, PREFIX, Progress, TRAINER, optimizer_entry, own_entry,
+    trained_entry,
+};
 use crate::{Error, Result, Trainer};
 
 /// A checked file, before it changes anything.
@@ -200,6 +203,10 @@ impl Trainer {
                 "{error}: the optimizer and `Builder::frozen` have to be those of the saved run"
             )
         })?;
+        if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {
+            let mut params = self.variables.params.iter();
+            params.try_for_each(|(name, var)| check_entry(&file, &trained_entry(name), var))?;
+        }
         Ok(Some(Loaded { file, progress, scaler, optimizer, own }))
     }
 
@@ -208,17 +215,7 @@ impl Trainer {
         // Names of one variable have the same values.
         let mut first: HashMap<TensorId, &String> = HashMap::new();
         for (name, var) in self.variables.all() {
-            let Some(info) = file.info(name) else {
-                return Err(format!("no variable `{name}`").into());
-            };
-            let (shape, dtype) = (var.dims(), var.dtype());
-            if info.shape != shape || info.dtype != dtype.into() {
-                let (had, of) = (&info.shape, info.dtype);
-                return Err(format!(
-                    "`{name}` is {had:?} of {of:?}; the model's is {shape:?} of {dtype:?}"
-                )
-                .into());
-            }
+            check_entry(file, name, var)?;
             let other = *first.entry(var.id()).or_insert(name);
             if file.checksum(other) != file.checksum(name) {
                 return Err(format!(
@@ -260,6 +257,12 @@ impl Trainer {
             let tensor = file.tensor(name, var.dtype(), var.dims())?;
             var.set(&tensor.to_device(var.device())?)?;
         }
+        if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {
+            for (name, var) in &self.variables.params {
+                let tensor = file.tensor(&trained_entry(name), var.dtype(), var.dims())?;
+                var.set(&tensor.to_device(var.device())?)?;
+            }
+        }
         match optimizer {
             Optimizer::Dict(dict) => self.optimizer.load_state_dict(&dict)?,
             Optimizer::Layout(layout) => {
@@ -277,6 +280,22 @@ impl Trainer {
         self.scaler = scaler;
         Ok(own)
     }
+}
+
+/// Compares a variable with an entry of a file.
+fn check_entry(file: &Reader, entry: &str, var: &Var) -> Result<(), BoxError> {
+    let Some(info) = file.info(entry) else {
+        return Err(format!("no variable `{entry}`").into());
+    };
+    let (shape, dtype) = (var.dims(), var.dtype());
+    if info.shape != shape || info.dtype != dtype.into() {
+        let (had, of) = (&info.shape, info.dtype);
+        return Err(format!(
+            "`{entry}` is {had:?} of {of:?}; the model's is {shape:?} of {dtype:?}"
+        )
+        .into());
+    }
+    Ok(())
 }
 
 /// The optimizer's saved state.

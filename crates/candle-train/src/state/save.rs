@@ -1,5 +1,6 @@
 //! [`Trainer::save`].
 
+use std::collections::HashMap;
 use std::fmt::Display;
 use std::fs::File;
 use std::path::Path;
@@ -10,7 +11,9 @@ use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 use super::file::{Entry, Id, Reader, Writer};
-use super::{BoxError, FORMAT, PREFIX, Progress, TRAINER, optimizer_entry, own_entry};
+use super::{
+    BoxError, FORMAT, PREFIX, Progress, TRAINER, optimizer_entry, own_entry, trained_entry,
+};
 use crate::{Error, Result, Trainer};
 
 /// A rank's part of a save.
@@ -160,13 +163,29 @@ impl Trainer {
         Ok(Part { epoch, steps: self.steps, random_position, own })
     }
 
+    /// All variables, and again those whose weights in training are not those for evaluation.
+    fn saved_variables(&self) -> Vec<Saved<'_>> {
+        let all = self.variables.all();
+        if !self.saves_eval_weights() {
+            return all.map(|(name, var)| Saved::new(name, var)).collect();
+        }
+        let params = &self.variables.params;
+        let indices: HashMap<_, _> = params.iter().map(|(_, var)| var.id()).zip(0..).collect();
+        let published = all.map(|(name, var)| Saved {
+            eval_index: indices.get(&var.id()).copied(),
+            ..Saved::new(name, var)
+        });
+        let trained = params.iter().map(|(name, var)| Saved::new(&trained_entry(name), var));
+        published.chain(trained).collect()
+    }
+
     fn write(&self, new: &File, parts: &[Part]) -> Result<Id, BoxError> {
         let layout = self.optimizer.state_layout()?;
-        let mut variables: Vec<_> = self.variables.all().collect();
+        let mut variables = self.saved_variables();
         // The widest types first, so that all data are aligned.
-        variables.sort_by(|(a, x), (b, y)| width(y).cmp(&width(x)).then(a.cmp(b)));
+        variables.sort_by(|a, b| width(b.var).cmp(&width(a.var)).then(a.entry.cmp(&b.entry)));
         let (wide, narrow) =
-            variables.split_at(variables.partition_point(|(_, var)| width(var) >= 4));
+            variables.split_at(variables.partition_point(|saved| width(saved.var) >= 4));
         let vectors = layout.state.iter().flat_map(|(index, state)| {
             let names = state.tensors.iter();
             names.map(|(name, len)| (optimizer_entry(*index, name), Dtype::F32, vec![*len]))
@@ -187,21 +206,41 @@ impl Trainer {
         let own = own.filter_map(|(rank, part)| Some((own_entry(rank), part.own.as_deref()?)));
         let bytes: Vec<_> = own.chain([(TRAINER.to_owned(), &progress[..])]).collect();
 
-        let entry = |(name, var): &&(String, Var)| {
-            (name.clone(), Dtype::from(var.dtype()), var.dims().to_vec())
+        let entry = |Saved { entry, var, .. }: &Saved<'_>| {
+            (entry.clone(), Dtype::from(var.dtype()), var.dims().to_vec())
         };
         let mut entries: Vec<Entry> = wide.iter().map(entry).chain(vectors).collect();
         entries.extend(narrow.iter().map(entry));
         entries.extend(bytes.iter().map(|(name, all)| (name.clone(), Dtype::U8, vec![all.len()])));
         let mut writer = Writer::new(new, entries)?;
-        let write = |writer: &mut Writer<'_>, variables: &[&(String, Var)]| {
-            variables.iter().try_for_each(|(_, var)| writer.tensor(var))
+        let write = |writer: &mut Writer<'_>, variables: &[Saved<'_>]| {
+            variables.iter().try_for_each(|saved| match saved.eval_index {
+                Some(index) => match self.optimizer.eval_tensor(index)? {
+                    Some(weights) => writer.tensor(&weights),
+                    None => writer.tensor(saved.var),
+                },
+                None => writer.tensor(saved.var),
+            })
         };
         write(&mut writer, wide)?;
         self.optimizer.visit_state(&mut |_, _, values| writer.values(values))?;
         write(&mut writer, narrow)?;
         bytes.iter().try_for_each(|(_, bytes)| writer.bytes(bytes))?;
         Ok(writer.finish()?)
+    }
+}
+
+/// A variable to save.
+struct Saved<'a> {
+    entry: String,
+    var: &'a Var,
+    /// Its index in the optimizer, if its weights for evaluation are saved.
+    eval_index: Option<usize>,
+}
+
+impl<'a> Saved<'a> {
+    fn new(entry: &str, var: &'a Var) -> Self {
+        Self { entry: entry.to_owned(), var, eval_index: None }
     }
 }
 

@@ -7,6 +7,7 @@ mod checkpoint;
 #[path = "../../../collective/tests/it/common/collector.rs"]
 mod collector;
 mod errors;
+mod eval_weights;
 mod examples;
 mod order;
 mod recovery;

@@ -33,8 +33,8 @@
 //!
 //! * This page: the operators, as functions of tensors. The documentation of each has its shapes,
 //!   its rounding, and its handling of NaN.
-//! * [`nn`]: layers with the names and constructors of candle-nn: they are ported by changing a `use`
-//!   line. Methods of `Tensor` stay candle's own: replace those listed in [`stock_candle`].
+//! * [`nn`]: layers with the names and constructors of candle-nn: they are ported by changing a
+//!   `use` line. Methods of `Tensor` stay candle's own: replace those listed in [`stock_candle`].
 //! * [`Context`]: random numbers for dropout, autocast, autotuning and CUDA kernels, in one value
 //!   that is entered for a pass.
 //! * [`record()`]: a tape of the operators, with a faster backward pass than candle's; [`Sources`].

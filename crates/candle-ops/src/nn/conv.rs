@@ -53,7 +53,8 @@ macro_rules! layer {
         ///
         /// # Errors
         ///
-        /// Errors of the builder; a parameter larger than the memory; groups that do not divide the channels.
+        /// Errors of the builder; a parameter larger than the memory; groups that do not divide the
+        /// channels.
         pub fn $new(
             in_channels: usize,
             out_channels: usize,

@@ -45,7 +45,8 @@ impl Module for GroupNorm {
 ///
 /// # Errors
 ///
-/// Errors of the builder; a parameter larger than the memory; groups that do not divide the channels.
+/// Errors of the builder; a parameter larger than the memory; groups that do not divide the
+/// channels.
 pub fn group_norm(
     num_groups: usize,
     num_channels: usize,

@@ -6,8 +6,8 @@
 
 #![expect(unsafe_code, reason = "the C library's allocator is told so by a function of its own")]
 
-/// Makes glibc's allocator keep memory that the main thread frees, up to 1 GiB, instead of returning
-/// it to the system. It stays with the process, and counts as its memory, until it ends. Other
+/// Makes glibc's allocator keep memory that the main thread frees, up to 1 GiB, instead of
+/// returning it to the system. It counts as the process' memory until the process ends. Other
 /// allocators are not changed.
 ///
 /// Other threads allocate from heaps of 64 MiB each. Smaller blocks are kept there, too; a larger
@@ -27,7 +27,7 @@ pub fn keep_freed_memory() {
     }
 }
 
-/// In bytes. Blocks up to this size are allocated on the heap of the main thread, which shrinks when
-/// this much memory is free at its end.
+/// In bytes. Blocks up to this size are allocated on the heap of the main thread, which shrinks
+/// when this much memory is free at its end.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const KEPT: libc::c_int = 1 << 30;

@@ -19,8 +19,8 @@ use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 ///
 /// Those of the decoder, for a file that is broken or of another format; a truncated JPEG. Other
 /// damage in a JPEG may decode to wrong pixels. An image of more than 89,478,485 pixels, before its
-/// pixels are decoded: a small file may unpack to gigabytes. That is Pillow's `MAX_IMAGE_PIXELS`,
-/// above which Pillow warns; it refuses twice as many.
+/// pixels are decoded: a small file may unpack to gigabytes. The limit is Pillow's
+/// `MAX_IMAGE_PIXELS`, above which Pillow warns; it refuses twice as many.
 pub fn decode(file: &[u8]) -> Result<Array, BoxError> {
     if file.starts_with(&[0xff, 0xd8]) && !is_whole_jpeg(file) {
         return Err(unfit("the JPEG file is cut off: it has no end marker").into());

@@ -34,7 +34,8 @@ impl AveragePrecision {
     ///
     /// # Panics
     ///
-    /// With fewer than two thresholds; with more than 2^28 counts, two for each class and threshold.
+    /// With fewer than two thresholds; with more than 2^28 counts, two for each class and
+    /// threshold.
     #[must_use]
     pub fn new(classes: usize, thresholds: usize) -> Self {
         assert!(thresholds >= 2, "`thresholds` must be at least 2");

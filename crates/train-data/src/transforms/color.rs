@@ -5,7 +5,7 @@
 //! and three channels. With two and four Pillow leaves the last one, transparency, as it is:
 //! [`adjust_brightness`] changes it, too, and the others return an error.
 
-use super::{ImageTransform, bytes, image_shape, random, unfit};
+use super::{ImageTransform, bytes, happens, image_shape, random, unfit};
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
 /// Multiplies all pixels by `factor`: 0 yields black, 1 the original image.
@@ -237,7 +237,7 @@ pub struct RandomGrayscale(pub f64);
 
 impl ImageTransform for RandomGrayscale {
     fn image(&self, image: Array, random: &mut SampleRng) -> Result<Array, BoxError> {
-        if random::unit(random) < self.0 { Ok(grayscale(&image)?) } else { Ok(image) }
+        if happens(self.0, random)? { Ok(grayscale(&image)?) } else { Ok(image) }
     }
 }
 
@@ -266,6 +266,11 @@ mod tests {
         for jitter in jitters {
             let made = jitter.image(image(), &mut Draw::from(0).random());
             assert!(made.is_err(), "{jitter:?}");
+        }
+        for prob in [f64::NAN, -0.1, 1.1] {
+            let error = RandomGrayscale(prob).image(image(), &mut Draw::from(0).random());
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("a probability must be from 0 to 1"), "{error}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Flipping.
 
-use super::{ImageTransform, image_shape, random};
+use super::{ImageTransform, happens, image_shape};
 use crate::array::with_elements;
 use crate::{Array, ArrayData, BoxError, Result, SampleRng};
 
@@ -62,7 +62,7 @@ impl Default for RandomFlip {
 
 impl ImageTransform for RandomFlip {
     fn image(&self, image: Array, random: &mut SampleRng) -> Result<Array, BoxError> {
-        if random::unit(random) < self.prob {
+        if happens(self.prob, random)? {
             return Ok(flip(image, self.direction)?);
         }
         image_shape(&image)?;

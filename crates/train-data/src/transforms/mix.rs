@@ -70,7 +70,8 @@ pub fn cut_mix(mut batch: Batch, region: Region, classes: usize) -> Result<Batch
         ArrayData::from(mixed)
     });
     batch.set("inputs", Array::new(shape, data)?);
-    let part = (region.height * region.width) as f64 / (height * width) as f64;
+    let area = |height: usize, width: usize| height as f64 * width as f64;
+    let part = area(region.height, region.width) / area(height, width);
     mix_labels(batch, samples, 1.0 - part, classes)
 }
 
@@ -220,6 +221,9 @@ mod tests {
             let error = cut_mix(batch(&[2, 1, 2, 2], 2), region, 2).unwrap_err().to_string();
             assert!(error.contains("reaches beyond"), "{error}");
         }
+        let (none, most) =
+            (batch(&[0, 1, 1 << 40, 1 << 40], 0), region([0, 0], [1 << 40, 1 << 40]));
+        assert!(cut_mix(none, most, 2).is_ok());
         let error = cut_mix(batch(&[2, 1, 0, 2], 2), region([0, 0], [0, 2]), 2).unwrap_err();
         assert!(error.to_string().contains("images with pixels"), "{error}");
     }

@@ -220,7 +220,7 @@ impl<D: Dataset> Transformed<D> {
     }
 
     /// Adds a batch transform. Its random numbers are derived from the batch's first sample, but
-    /// differ from those of the sample.
+    /// differ from those of the sample, and of batch transforms of `dataset`.
     #[must_use]
     pub fn with_batch_transform(mut self, transform: impl BatchTransform + 'static) -> Self {
         self.of_batches.push(Box::new(transform));
@@ -265,6 +265,14 @@ impl<D: std::fmt::Debug> std::fmt::Debug for Transformed<D> {
             .field("pipeline", &self.pipeline)
             .finish_non_exhaustive()
     }
+}
+
+/// Draws whether something of this probability happens.
+fn happens(probability: f64, random: &mut SampleRng) -> Result<bool> {
+    if !(0.0..=1.0).contains(&probability) {
+        return Err(unfit(format!("a probability must be from 0 to 1, not {probability}")));
+    }
+    Ok(random::unit(random) < probability)
 }
 
 /// Channels, height and width of an image, none of them 0.

@@ -4,9 +4,10 @@
 //! digits. [`Reader::open`] reads the file once, and verifies it; entries are read afterwards, when
 //! all ranks agree, and compared with what was verified.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, BufWriter, IntoInnerError, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -73,7 +74,7 @@ pub(super) type Entry = (String, Dtype, Vec<usize>);
 
 /// Writes a file's entries, in the order of its header.
 pub(super) struct Writer<'a> {
-    file: &'a File,
+    file: BufWriter<&'a File>,
     crc: Hasher,
     /// Number of bytes written.
     len: u64,
@@ -96,6 +97,7 @@ impl<'a> Writer<'a> {
         if header.len() as u64 > MAX_HEADER {
             return Err("the names of the variables are too long for a safetensors header".into());
         }
+        let file = BufWriter::with_capacity(PIECE, file);
         let mut writer = Self { file, crc: Hasher::new(), len: 0, piece: Vec::new() };
         writer.bytes(&(header.len() as u64).to_le_bytes())?;
         writer.bytes(&header)?;
@@ -146,8 +148,9 @@ impl<'a> Writer<'a> {
     /// Writes the checksum, and syncs the file to disk.
     pub(super) fn finish(self) -> io::Result<Id> {
         let digits = format!("{:08x}", self.crc.finalize());
-        self.file.write_all_at(digits.as_bytes(), DIGITS.start as u64)?;
-        self.file.sync_all()?;
+        let file = self.file.into_inner().map_err(IntoInnerError::into_error)?;
+        file.write_all_at(digits.as_bytes(), DIGITS.start as u64)?;
+        file.sync_all()?;
         let crc = digits.as_bytes().try_into().map_err(io::Error::other)?;
         Ok(Id { len: self.len, crc })
     }
@@ -162,6 +165,8 @@ pub(super) struct Reader {
     header: Metadata,
     /// Checksums of the entries.
     checksums: HashMap<String, u32>,
+    /// Bytes read last, and their offset: small entries are read many at once.
+    window: RefCell<(u64, Vec<u8>)>,
 }
 
 impl Reader {
@@ -175,8 +180,14 @@ impl Reader {
             let text = format!("the file is damaged: it has {len} bytes, its header tells {end}");
             return Err(text.into());
         }
-        let mut reader =
-            Self { file, id: Id { len, crc: digits }, start, header, checksums: HashMap::new() };
+        let mut reader = Self {
+            file,
+            id: Id { len, crc: digits },
+            start,
+            header,
+            checksums: HashMap::new(),
+            window: RefCell::default(),
+        };
         for name in reader.header.offset_keys() {
             let mut crc = Hasher::new();
             reader.pieces(&name, |piece| crc.update(piece))?;
@@ -283,13 +294,26 @@ impl Reader {
 
     fn pieces(&self, name: &str, mut take: impl FnMut(&[u8])) -> io::Result<()> {
         let Some(info) = self.info(name) else { return Err(io::ErrorKind::NotFound.into()) };
-        let (mut at, end) = info.data_offsets;
-        let mut piece = vec![0; PIECE.min(end - at)];
+        let (from, to) = info.data_offsets;
+        let (mut at, end) = (self.start + from as u64, self.start + to as u64);
+        let (first, window) = &mut *self.window.borrow_mut();
         while at < end {
-            let count = PIECE.min(end - at);
-            self.file.read_exact_at(&mut piece[..count], self.start + at as u64)?;
-            take(&piece[..count]);
-            at += count;
+            let is_inside = (*first..*first + window.len() as u64).contains(&at);
+            let skipped = if is_inside { (at - *first) as usize } else { window.len() };
+            let (rest, want) = (&window[skipped..], (end - at) as usize);
+            if rest.len() < want.min(8) {
+                window.resize((self.id.len - at).min(PIECE as u64) as usize, 0);
+                *first = at;
+                if let Err(error) = self.file.read_exact_at(window, at) {
+                    window.clear();
+                    return Err(error);
+                }
+                continue;
+            }
+            // Whole values, unless it is the entry's end.
+            let count = if rest.len() < want { rest.len() / 8 * 8 } else { want };
+            take(&rest[..count]);
+            at += count as u64;
         }
         Ok(())
     }
@@ -385,15 +409,15 @@ mod tests {
     fn a_file_that_changes_after_it_was_verified_is_an_error() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
-        write(&path, &[1.0, 2.0]);
+        let mut values = vec![1.0; PIECE / 2];
+        write(&path, &values);
         let reader = Reader::open(&path).unwrap().unwrap();
-        let len = fs::metadata(&path).unwrap().len();
         let file = File::options().write(true).open(&path).unwrap();
-        file.write_all_at(&[7], len - 9).unwrap();
-        let error = reader.values("values", &mut [0.0; 2]).unwrap_err().to_string();
+        file.write_all_at(&[7], reader.start + 9).unwrap();
+        let error = reader.values("values", &mut values).unwrap_err().to_string();
         assert!(error.contains("`values` has changed since it was verified"), "{error}");
-        file.set_len(len - 4).unwrap();
-        assert!(reader.values("values", &mut [0.0; 2]).is_err());
+        file.set_len(reader.start + 100).unwrap();
+        assert!(reader.values("values", &mut values).is_err());
     }
 
     #[test]

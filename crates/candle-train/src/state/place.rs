@@ -37,7 +37,8 @@ impl Places {
     pub(super) fn resumed(&mut self, path: &Path, id: Option<Id>) {
         let Ok(target) = Target::of(path) else { return };
         if !target.leftovers().is_empty()
-            && let Ok(Some(_lock)) = Lock::attempt(&target.lock_path())
+            && let Ok(Some(lock)) = Lock::attempt(&target.lock_path())
+            && let Some(_turn) = lock.turn.try_lock()
         {
             target.remove_leftovers();
         }
@@ -63,6 +64,11 @@ impl Places {
         // Resolves the rest of the path, now that its directories exist.
         let target = Target::of(path)?;
         self.acquire(&target)?;
+        let lock = self.lock.clone();
+        let _turn = lock.as_ref().map(|lock| lock.turn.lock());
+        if lock.is_some() {
+            target.remove_leftovers();
+        }
         let there = Id::of(&target.path())?;
         let known = self.known.get(&target.path());
         if let (Some(known), Some(other)) = (known, there)
@@ -104,9 +110,6 @@ impl Places {
         }
         self.lock = None;
         self.lock = Lock::acquire(&path)?;
-        if self.lock.is_some() {
-            target.remove_leftovers();
-        }
         Ok(())
     }
 }
@@ -186,7 +189,7 @@ impl Target {
         entries.filter(|e| is_new(&e.file_name()).is_some()).map(|e| e.path()).collect()
     }
 
-    /// Only under the lock. Errors are ignored: the next save tries again.
+    /// Only under the lock, in a turn. Errors are ignored: the next save tries again.
     fn remove_leftovers(&self) {
         for left in self.leftovers() {
             let _ = fs::remove_file(left);
@@ -236,6 +239,8 @@ impl Drop for NewFile {
 struct Lock {
     path: PathBuf,
     _file: File,
+    /// Held by the trainer of this process that saves.
+    turn: Mutex<()>,
 }
 
 /// The locks of this process: its trainers share them, because they notice each other's files.
@@ -308,7 +313,7 @@ impl Lock {
         let name = format!("process {} on {}", std::process::id(), hostname());
         // The lock does not depend on the name.
         let _ = file.set_len(0).and_then(|()| file.write_all(name.as_bytes()));
-        let lock = Arc::new(Self { path: path.to_owned(), _file: file });
+        let lock = Arc::new(Self { path: path.to_owned(), _file: file, turn: Mutex::new(()) });
         held.push(Arc::downgrade(&lock));
         Ok(Some(lock))
     }

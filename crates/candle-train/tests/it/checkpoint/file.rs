@@ -99,6 +99,27 @@ fn a_run_does_not_overwrite_what_another_has_saved_since() {
     third.save(&path, 4).unwrap();
 }
 
+#[test]
+fn runs_on_threads_of_one_process_leave_whole_files() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    let save = || {
+        let (vars, _net) = model(1);
+        let mut train = trainer(&vars, &alone());
+        for epoch in 0..40 {
+            match train.save(&path, epoch) {
+                Ok(()) => {}
+                Err(error) => {
+                    assert!(error.to_string().contains("another run has saved there"), "{error}");
+                    train.resume(&path).unwrap();
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(save))));
+    assert_eq!(names(directory.path()), ["run"]);
+}
+
 /// Writes a file as version 1 did.
 fn save_format_1(path: &Path, train: &mut Trainer, vars: &VarMap, own: &str) {
     let mut entries = std::collections::HashMap::new();

@@ -332,14 +332,21 @@ impl<'de> Deserialize<'de> for Cuts {
 fn a_file_lost_while_the_state_changes_stops_all_ranks_until_they_have_resumed() {
     let directory = tempfile::tempdir().unwrap();
     let [good, bad] = ["good", "bad"].map(|name| directory.path().join(name));
+    // Longer than what is read at once.
+    let build = |vars: &VarMap, group: &ProcessGroup| {
+        let large = Var::zeros(1 << 20, DType::F32, &Device::Cpu).unwrap();
+        vars.data().lock().unwrap().insert("large".to_owned(), large);
+        let builder = Trainer::builder(vars).group(group.clone()).frozen(["large"]);
+        builder.build(AdamWHyper::default()).unwrap()
+    };
     ranks(2, |group| {
         let (vars, _net) = model(1);
-        trainer(&vars, &group).save_with(&good, 2, &7_u8).unwrap();
+        build(&vars, &group).save_with(&good, 2, &7_u8).unwrap();
     });
     fs::copy(&good, &bad).unwrap();
     ranks(2, |group| {
         let (vars, net) = model(9);
-        let mut train = trainer(&vars, &group);
+        let mut train = build(&vars, &group);
         let path = if group.rank() == 1 { &bad } else { &good };
         CUT.set((group.rank() == 1).then(|| bad.clone()));
         let error = train.resume_with::<Cuts>(path).err().unwrap().to_string();
@@ -350,7 +357,7 @@ fn a_file_lost_while_the_state_changes_stops_all_ranks_until_they_have_resumed()
         let error = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap_err().to_string();
         assert!(error.contains("resume again"), "{error}");
         assert_eq!(train.resume_with::<u8>(&good).unwrap(), (2, Some(7)));
-        assert_eq!(weights(&vars), weights(&model(1).0));
+        assert_eq!(weights(&vars)[..4], weights(&model(1).0));
         step(&mut train, &net, 0);
     });
 }

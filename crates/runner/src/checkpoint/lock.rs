@@ -122,7 +122,7 @@ impl WorkDirLock {
             "the lock file {} was removed or moved: locking the work directory again",
             path.display()
         ));
-        // Released first: on a file system whose files change their numbers it may be the same lock.
+        // Released first: where files change their numbers, it may be the same lock.
         self.file = None;
         let last = std::mem::take(&mut self.last);
         *self = Self { last, ..Self::acquire(work_dir, warn)? };

@@ -522,6 +522,7 @@ pub(crate) fn is_known(path: &Path) -> bool {
 mod tests {
     use super::*;
 
+    #[cfg(feature = "candle")]
     fn vectors(name: &str) -> std::path::PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors").join(name)
     }

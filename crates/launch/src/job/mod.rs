@@ -6,8 +6,8 @@
 //!
 //! A rank joins an existing process group, whose leader exits at once and is not reaped. The guard
 //! knows the group before the rank exists, so a launcher killed at any time leaves no process
-//! behind. A rank may leave the group, as GNU `timeout`, `setsid` and shells with job control do, so
-//! it also gets each signal by its pid, and its descendants are known ([`process`]).
+//! behind. A rank may leave the group, as GNU `timeout`, `setsid` and shells with job control do.
+//! So it also gets each signal by its pid, and its descendants are known ([`process`]).
 //!
 //! Invariant: a group id stays reserved (its leader is not reaped), and so does a rank's pid, until
 //! it has been killed for the last time, so a signal never reaches an unrelated process; and when

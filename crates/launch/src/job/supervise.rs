@@ -295,8 +295,8 @@ impl Rank {
     }
 }
 
-/// Returns the session of an unreaped child. Not by `getsid`: in a namespace of processes it is 0 if
-/// the session's leader is outside.
+/// Returns the session of an unreaped child. Not by `getsid`: in a namespace of processes it is 0
+/// if the session's leader is outside.
 fn session(child: &Child) -> Option<i32> {
     Process::read(pid_of(child).as_raw_nonzero().get()).map(|process| process.session)
 }

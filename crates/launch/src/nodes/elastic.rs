@@ -434,8 +434,8 @@ const PLACEHOLDER: &[u8] = b"?";
 mod tests {
     use super::*;
 
-    /// Times: nodes count as lost after 6 s, the store is away for 4 s, and the first node writes 8 s
-    /// after the beginning.
+    /// Times: nodes count as lost after 6 s, the store is away for 4 s, and the first node writes
+    /// 8 s after the beginning.
     #[test]
     fn outage_of_the_store_extends_the_wait_for_the_first_node() {
         let mut options = LaunchOptions::new(1, ["x"]);

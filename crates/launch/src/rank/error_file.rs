@@ -99,7 +99,7 @@ fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
 /// example truncated by a full disk, is quoted.
 pub(crate) fn read(path: &Path) -> Option<RankError> {
     let mut text = Vec::new();
-    // The rank may have made a FIFO of that name, and opening or reading it would wait for a writer.
+    // The rank may have made a FIFO of that name, for which opening or reading would wait.
     let file = OpenOptions::new().read(true).custom_flags(NONBLOCK).open(path).ok()?;
     if !file.metadata().ok()?.is_file() {
         let message = "cannot read error file: it is not a regular file".to_owned();

@@ -29,7 +29,7 @@ pub(super) struct Guard {
     targets: Vec<Target>,
 }
 
-/// A process group, or a process, which may be in another group.
+/// A process group, or a process, which may have made a group of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     Group(Pid),
@@ -37,11 +37,11 @@ pub(super) enum Target {
 }
 
 impl Display for Target {
-    /// Writes the operand of `kill`.
+    /// Writes the operands of `kill`.
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
             Self::Group(group) => write!(f, "-{}", group.as_raw_nonzero()),
-            Self::Process(pid) => write!(f, "{}", pid.as_raw_nonzero()),
+            Self::Process(pid) => write!(f, "{0} -{0}", pid.as_raw_nonzero()),
         }
     }
 }

@@ -17,7 +17,9 @@ use crate::model::{DistributedDataParallel, LoraOptions, MODEL_WRAPPERS, MODELS}
 use crate::optim_wrapper::OPTIM_WRAPPERS;
 use crate::placement::DeviceConfig;
 use crate::pretrained::{self, ReviseKeys};
-use crate::runner::{DataLoaderConfig, EvalSplit, Length, LoadOptions, RunnerBuilder, TrainConfig};
+use crate::runner::{
+    DataLoaderConfig, EvalSplit, Length, LoadOptions, PARTS, RunnerBuilder, TrainConfig,
+};
 use crate::schedulers;
 use crate::sinks::{Level, VIS_BACKENDS};
 use crate::{Error, Result};
@@ -139,17 +141,6 @@ impl RunnerBuilder {
         root.finish()
     }
 }
-
-/// Keys whose spans appear in messages of `runner check`.
-pub(crate) const PARTS: [&str; 7] = [
-    "model",
-    "launcher",
-    "load_from",
-    "optim_wrapper",
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-];
 
 /// Reads the training keys: all of them, or none in a configuration that only evaluates. Returns
 /// the names of the optimizer's parts.

@@ -17,6 +17,7 @@ mod inherit;
 mod interpolate;
 mod json;
 mod mistakes;
+mod names;
 mod options;
 mod section;
 mod show;
@@ -27,8 +28,9 @@ use std::path::Path;
 
 pub(crate) use json::STRICT as STRICT_JSON;
 pub(crate) use mistakes::Mistakes;
+pub(crate) use names::{choose, unknown};
+pub(crate) use section::parse_duration;
 pub use section::{ConfigValue, FromConfig, Section};
-pub(crate) use section::{choose, parse_duration, unknown};
 pub use tree::Span;
 use tree::{Node, Source, Value};
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::Error;
 
-/// Maximum depth of tables and arrays, as trees are walked recursively. JSON is parsed with a limit of
-/// 128.
+/// Maximum depth of tables and arrays, as trees are walked recursively. JSON is parsed with a limit
+/// of 128.
 pub(super) const MAX_DEPTH: usize = 64;
 
 /// Number of characters of a text that a message shows.

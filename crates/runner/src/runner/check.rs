@@ -1,9 +1,10 @@
 //! Checks a run before it starts, and implements `runner check`, which also tries samples of each
 //! data set on the model.
 //!
-//! A check runs on one rank on the host, under the configured autocast, and creates nothing on disk.
-//! From each data set it takes the samples with the smallest and the largest integers (labels,
-//! indices) among a few hundred, so that a label out of range of the model is likely among them.
+//! A check runs on one rank on the host, under the configured autocast, and creates nothing on
+//! disk. From each data set it takes the samples with the smallest and the largest integers
+//! (labels, indices) among a few hundred, so that a label out of range of the model is likely among
+//! them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -25,12 +26,22 @@ use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
 use crate::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient};
 use crate::evaluate::Evaluator;
-use crate::from_config::PARTS;
 use crate::model::{LoraOptions, ModelContext};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::placement::{DeviceConfig, Placement};
 use crate::schedulers::{SchedulerConfig, Shape};
 use crate::{Error, Result};
+
+/// Keys whose spans appear in messages of `runner check`.
+pub(crate) const PARTS: [&str; 7] = [
+    "model",
+    "launcher",
+    "load_from",
+    "optim_wrapper",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+];
 
 /// Number of samples of a data set that are searched.
 const SEARCHED: usize = 256;
@@ -87,8 +98,8 @@ impl RunnerBuilder {
         }
     }
 
-    /// Returns a warning if this process has not the environment of the named launcher, and so could
-    /// not train.
+    /// Returns a warning if this process has not the environment of the named launcher, and so
+    /// could not train.
     pub(crate) fn launcher_warning(&self) -> Option<String> {
         let named = self.launcher.filter(|launcher| *launcher != Launcher::None)?;
         let error = topology(Some(named)).err()?;
@@ -101,8 +112,8 @@ impl RunnerBuilder {
         place.map_or_else(|| format!("{key}: "), |place| format!("{place}: {key}: "))
     }
 
-    /// Type of the model's parameters in a trial on the host, where candle may lack an operator in a
-    /// half type that it has on a GPU.
+    /// Type of the model's parameters in a trial on the host, where candle may lack an operator in
+    /// a half type that it has on a GPU.
     fn trial_dtype(&self) -> DType {
         match (self.device, &self.optim) {
             (DeviceConfig::Cuda { .. }, _) | (_, None) => DType::F32,
@@ -110,8 +121,8 @@ impl RunnerBuilder {
         }
     }
 
-    /// Builds model, optimizer and data sets, and tries samples on the model in the run's precision;
-    /// if the configuration `is_read` without errors, also builds the schedulers.
+    /// Builds model, optimizer and data sets, and tries samples on the model in the run's
+    /// precision; if the configuration `is_read` without errors, also builds the schedulers.
     pub(crate) fn try_parts(
         mut self,
         mistakes: &Mistakes,
@@ -252,7 +263,7 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// What determines the size of the last batch of an epoch.
+/// Options that determine the size of the last batch of an epoch.
 #[derive(Clone, Copy)]
 struct LastBatch {
     batch_size: usize,
@@ -267,8 +278,8 @@ impl LastBatch {
         (!is_endless).then_some(Self { batch_size, drop_last })
     }
 
-    /// Returns whether the last batch of a run of one rank has one sample, and a text with the numbers
-    /// of ranks for which it has; `None` if there are none up to [`MAX_RANKS`].
+    /// Returns whether the last batch of a run of one rank has one sample, and a text with the
+    /// numbers of ranks for which it has; `None` if there are none up to [`MAX_RANKS`].
     fn size_one(self, samples: usize) -> Option<(bool, String)> {
         let Self { batch_size, drop_last } = self;
         if batch_size == 1 {

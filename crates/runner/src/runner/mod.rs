@@ -35,6 +35,7 @@ use tracing::info_span;
 use agreement::Budget;
 pub(crate) use agreement::Interrupt;
 pub use builder::RunnerBuilder;
+pub(crate) use check::PARTS;
 pub(crate) use evaluation::EvalSplit;
 use evaluation::Evaluation;
 use finite::UncheckedLosses;

@@ -248,8 +248,8 @@ impl Output {
 }
 
 impl Drop for Output {
-    /// Writes the buffered lines, however the run has ended: also while a panic unwinds, perhaps that
-    /// of a receiver, whose second one would end the process.
+    /// Writes the buffered lines, however the run has ended: also while a panic unwinds, perhaps
+    /// that of a receiver, whose second one would end the process.
     fn drop(&mut self) {
         self.logger.flush();
         if self.is_open {

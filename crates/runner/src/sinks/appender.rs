@@ -4,8 +4,8 @@
 //! lines in quick succession are written together, after at most [`WAIT`]; readers see complete
 //! lines, with a delay. Buffered lines are lost if the process is killed.
 //!
-//! Invariant: after a failed write, as on a full disk, the file ends where it ended before, so that it
-//! never contains half a line.
+//! Invariant: after a failed write, as on a full disk, the file ends where it ended before, so that
+//! it never contains half a line.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};

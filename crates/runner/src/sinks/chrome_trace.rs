@@ -6,8 +6,8 @@
 //! an asynchronous slice, from when it was opened until it was closed. Times are microseconds
 //! since 1970, so that the files of several ranks can be merged.
 //!
-//! Invariant: the file and `]` are valid JSON whenever the process ends, also after a write to a full
-//! disk has failed.
+//! Invariant: the file and `]` are valid JSON whenever the process ends, also after a write to a
+//! full disk has failed.
 
 use std::collections::HashMap;
 use std::fmt::{self, Debug};

@@ -1,10 +1,10 @@
 //! Scalars of a run as curves over its iterations, read from its `scalars.json` files.
 //!
-//! A resumed run has several files, in directories named after local time, which may go back. So they
-//! are joined in the order of their first iterations. Iterations that a later file repeats replace
-//! the earlier ones, so a run is one curve. Every value, including those of validations, is at an iteration: the step
-//! of its line or the last iteration logged before, whichever is greater. So steps may count epochs
-//! or iterations.
+//! A resumed run has several files, in directories named after local time, which may go back. So
+//! they are joined in the order of their first iterations. Iterations that a later file repeats
+//! replace the earlier ones, so a run is one curve. Every value, including those of validations, is
+//! at an iteration: the step of its line or the last iteration logged before, whichever is greater.
+//! So steps may count epochs or iterations.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

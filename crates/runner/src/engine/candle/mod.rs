@@ -9,8 +9,8 @@
 //! in `f32` and each of [`ops`] runs in the type of PyTorch's lists. With half parameters
 //! ([`CandleOptions::dtype`]) parameters are `f16` or `bf16`, except those that a layer requests in
 //! `f32` by name (as norm layers do), and float inputs are cast. Models of candle-nn's layers work
-//! unchanged with half parameters, except its `BatchNorm`; matrix products in `bf16` are slow on the
-//! CPU, where candle makes them in `f32`. Master weights and the loss scale are managed by the
+//! unchanged with half parameters, except its `BatchNorm`; matrix products in `bf16` are slow on
+//! the CPU, where candle makes them in `f32`. Master weights and the loss scale are managed by the
 //! caller.
 //!
 //! Stock candle has operators that silently cut the graph (`LayerNorm`, `softmax_last_dim`,

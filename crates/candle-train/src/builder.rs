@@ -90,8 +90,8 @@ impl Builder {
     }
 
     /// Number of steps skipped in a row, because gradients are not finite, after which the last one
-    /// is an [error](Error::NonFinite). Default: 100. Steps are skipped in mixed precision or with a
-    /// loss scale.
+    /// is an [error](Error::NonFinite). Default: 100. Steps are skipped in mixed precision or with
+    /// a loss scale.
     pub fn max_consecutive_skips(mut self, steps: usize) -> Self {
         self.max_consecutive_skips = steps;
         self
@@ -99,7 +99,7 @@ impl Builder {
 
     /// Number of batches per step, 1 by default. The remaining batches at the end of an epoch of
     /// [`batches`](Trainer::batches) are a smaller step. The loss of each batch is divided by this
-    /// number, so that a step is the mean of its batches' losses. That is the mean of their samples
+    /// number, so that a step is the mean of its batches' losses. It is the mean of their samples
     /// or tokens only if each batch, on each rank, has equally many: otherwise a token of a short
     /// batch counts more than one of a long batch, as in PyTorch. Train such batches by
     /// [`step_weighted`](Trainer::step_weighted).

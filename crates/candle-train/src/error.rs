@@ -25,8 +25,8 @@ pub enum Error {
     /// Options of the loss scale, or a saved one, are invalid.
     #[error(transparent)]
     LossScale(#[from] amp::Error),
-    /// Too many steps in a row were skipped because gradients were not finite, or the loss scale has
-    /// fallen to its minimum.
+    /// Too many steps in a row were skipped because gradients were not finite, or the loss scale
+    /// has fallen to its minimum.
     #[error("{}", non_finite(parameter, *skips, *scale, floor.as_ref()))]
     NonFinite {
         /// The first parameter, by name, whose averaged gradient is infinite or NaN.

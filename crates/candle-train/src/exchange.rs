@@ -63,7 +63,7 @@ impl Trainer {
         }
     }
 
-    /// As [`announce`](Self::announce), and fails on all ranks if the arguments of one are an error.
+    /// As [`announce`](Self::announce); fails on all ranks if the arguments of one are an error.
     pub(crate) fn announce_result<T>(&self, call: &str, own: Result<T>) -> Result<T> {
         if self.world_size() == 1 {
             return own;

@@ -88,10 +88,10 @@ impl Trainer {
     ///
     /// Errors of `forward`; variables created after this trainer; a loss of several elements, or
     /// one that depends on tensors computed before this call, such as an earlier batch's state
-    /// without `detach`, or on no trained variable; autocast without an operator to cast; a variable
-    /// without a gradient, by name; a learning rate that is refused; [`Error::NonFinite`] if too
-    /// many steps in a row were skipped, or the loss scale has fallen to its minimum; on several
-    /// ranks on the CPU [`Error::RankFailed`], another rank that calls another method, and
+    /// without `detach`, or on no trained variable; autocast without an operator to cast; a
+    /// variable without a gradient, by name; a learning rate that is refused; [`Error::NonFinite`]
+    /// if too many steps in a row were skipped, or the loss scale has fallen to its minimum; on
+    /// several ranks on the CPU [`Error::RankFailed`], another rank that calls another method, and
     /// hyper-parameters that differ.
     ///
     /// After an error no variable has changed, and the statistics of norm layers are as before the
@@ -107,9 +107,9 @@ impl Trainer {
         self.train("step", 1.0, forward).map_err(|error| self.failed("step", error))
     }
 
-    /// Like [`step`](Self::step), for a loss that is the mean of `count` tokens or samples: the step
-    /// is then the mean of all tokens of its batches and ranks. The count of a batch is that of the
-    /// labels that are not ignored.
+    /// Like [`step`](Self::step), for a loss that is the mean of `count` tokens or samples: the
+    /// step is then the mean of all tokens of its batches and ranks. The count of a batch is that
+    /// of the labels that are not ignored.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module, Tensor};
@@ -314,8 +314,8 @@ impl Trainer {
         }
     }
 
-    /// Returns an error for variables created after this trainer, which would be neither trained nor
-    /// saved, and for variables that are no longer in the map.
+    /// Returns an error for variables created after this trainer, which would be neither trained
+    /// nor saved, and for variables that are no longer in the map.
     pub(crate) fn check_map(&self) -> Result<()> {
         let map = self.map.data().lock().unwrap_or_else(PoisonError::into_inner);
         for (name, var) in self.variables.all() {
@@ -419,9 +419,10 @@ impl Trainer {
 
     /// Runs a forward pass for evaluation: without dropout, under the same autocast, so results may
     /// be in half precision. Norm layers are switched to evaluation by their own flag
-    /// (`forward_t(x, false)`). If the optimizer has [other weights for
-    /// evaluation](Optimizer::has_eval_weights) than those that it trains, as
-    /// [`ScheduleFreeAdamW`](fused_optim::ScheduleFreeAdamW) has, the variables have them meanwhile.
+    /// (`forward_t(x, false)`). If the optimizer evaluates
+    /// [other weights](Optimizer::has_eval_weights) than it trains, as
+    /// [`ScheduleFreeAdamW`](fused_optim::ScheduleFreeAdamW) does, the variables have them
+    /// meanwhile.
     ///
     /// # Panics
     ///

@@ -211,7 +211,8 @@ pub trait Optimizer: Send + fmt::Debug {
     }
 
     /// Whether evaluation uses other weights than training, those of
-    /// [`eval_weights`](Self::eval_weights), as with [`ScheduleFreeAdamW`](crate::ScheduleFreeAdamW).
+    /// [`eval_weights`](Self::eval_weights): as by
+    /// [`ScheduleFreeAdamW`](crate::ScheduleFreeAdamW).
     fn has_eval_weights(&self) -> bool {
         false
     }

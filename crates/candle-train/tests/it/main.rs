@@ -11,6 +11,7 @@ mod eval_weights;
 mod examples;
 mod order;
 mod recovery;
+mod refusals;
 mod resume;
 mod trace;
 mod weighted;

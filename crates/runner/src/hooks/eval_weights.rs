@@ -163,7 +163,10 @@ mod tests {
 
     /// Records the weights before each batch of training and of evaluation.
     #[derive(Clone, Default)]
-    struct Seen(Arc<Mutex<Vec<(char, Vec<f32>)>>>);
+    struct Seen(Arc<Mutex<Vec<Weights>>>);
+
+    /// Stage, and weights in it.
+    type Weights = (char, Vec<f32>);
 
     impl Seen {
         fn note(&self, kind: char, runner: &mut Runner) -> Result<()> {

@@ -408,6 +408,8 @@ mod tests {
                 "c.toml:5:19: gradients",
             ),
             ("skip_non_finite = false", "c.toml:3:19: gradients must be checked with a loss scale"),
+            ("max_consecutive_skips = 0", "`max_consecutive_skips` must be at least 1"),
+            ("max_consecutive_skip = 5", "did you mean `max_consecutive_skips`?"),
             ("clip_grad = {}", "missing key `max_norm` in [clip_grad]"),
             ("clip_grad = { max_norm = -1 }", "c.toml:3:26: invalid max_norm: -1"),
             ("clip_grad = { max_norm = 1, norm_type = 'if' }", "did you mean `inf`?"),

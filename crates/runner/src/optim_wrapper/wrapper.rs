@@ -760,7 +760,7 @@ mod tests {
 
     /// Creates a batch of one sample with this number of tokens.
     fn batch(tokens: f32) -> Batch {
-        Batch::new().with("tokens", Array::new(&[1], ArrayData::F32(vec![tokens])).unwrap())
+        Batch::new().with("tokens", Array::new([1], ArrayData::F32(vec![tokens])).unwrap())
     }
 
     /// Runs batches of `(count, gradient)` on each rank; returns the weight, which begins at 1.

@@ -199,7 +199,7 @@ mod tests {
         }
         assert_eq!(step(&mut runner, 1.0), (MAX_AHEAD, true, 1));
         runner.check_all_losses().unwrap();
-        assert!(runner.losses.steps.is_empty() && !runner.losses.since.is_some());
+        assert!(runner.losses.steps.is_empty() && runner.losses.since.is_none());
         device.0.lock().0 = true;
         assert_eq!(step(&mut runner, f64::NAN), (0, true, 1 + MAX_AHEAD));
     }

@@ -4,8 +4,8 @@
 //! The mean over all tokens of a step is the mean of its batches' losses, each weighted by its
 //! number of tokens, over batches and ranks. A batch's loss is multiplied by its count divided by a
 //! unit before backward, and the averaged gradients are divided by the step's mean count in this
-//! unit. The unit is a power of two, so that it changes no bit unless a gradient leaves the range of
-//! its type.
+//! unit. The unit is a power of two, so that it changes no bit unless a gradient leaves the range
+//! of its type.
 
 use fused_optim::Slice;
 use half::{bf16, f16};

@@ -254,8 +254,8 @@ impl OptimWrapper {
     /// Trains on one batch: forward, backward, and the optimizer step if it is due. `state` is the
     /// engine's.
     ///
-    /// If the engine knows the [count](Engine::loss_count) that a loss is the mean of, a step is the
-    /// mean over all of its tokens, over batches and ranks; otherwise each batch has the same
+    /// If the engine knows the [count](Engine::loss_count) that a loss is the mean of, a step is
+    /// the mean over all of its tokens, over batches and ranks; otherwise each batch has the same
     /// weight.
     ///
     /// # Errors

@@ -62,8 +62,8 @@ impl Budget {
     }
 
     /// Returns whether the run ends now because of the time budget or a signal on any rank, and
-    /// whether all ranks have the same `digest`. All ranks get the same answer. A single rank checks
-    /// before every iteration; several exchange about every [`Agreement::INTERVAL`].
+    /// whether all ranks have the same `digest`. All ranks get the same answer. A single rank
+    /// checks before every iteration; several exchange about every [`Agreement::INTERVAL`].
     pub(super) fn interrupt(
         &mut self,
         group: &ProcessGroup,

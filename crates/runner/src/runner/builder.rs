@@ -295,12 +295,10 @@ impl RunnerBuilder {
             let scales_lr = self.auto_scale_lr.is_some();
             let schedules = Schedules::new(self.schedulers, scales_lr, &train, length, &mut optim)?;
             compare_options(&group, &optim, &hyper_params, &schedules)?;
-            let evaluates_others = optim.optimizer().has_eval_weights();
-            let accumulative_counts = optim.accumulation().counts();
             let runner = Runner {
-                configured: Configured { accumulative_counts, hyper_params, lora: self.lora },
+                hooks: in_order(self.hooks, &schedules, &optim)?,
+                configured: Configured::new(&mut optim, hyper_params, self.lora),
                 optim,
-                hooks: in_order(self.hooks, !schedules.all().is_empty(), evaluates_others)?,
                 schedules,
                 model,
                 engine,
@@ -508,16 +506,17 @@ fn compare_options(
 /// [`EvalWeightsHook`] if the optimizer has other weights for evaluation.
 fn in_order(
     mut hooks: Vec<(Priority, Box<dyn Hook>)>,
-    has_schedulers: bool,
-    evaluates_others: bool,
+    schedules: &Schedules,
+    optim: &OptimWrapper,
 ) -> Result<Vec<(Priority, Box<dyn Hook>)>> {
+    let evaluates_others = optim.optimizer().has_eval_weights();
     let has = |name: &str| hooks.iter().any(|(_, hook)| hook.name() == name);
     let steps = has(ParamSchedulerHook.name());
     if evaluates_others && has("EMAHook") {
         let why = "EMAHook: this optimizer has averages of the weights itself: remove EMAHook";
         return Err(Error::Config(why.to_owned()));
     }
-    if has_schedulers && !steps {
+    if !schedules.all().is_empty() && !steps {
         hooks.push((ParamSchedulerHook.priority(), Box::new(ParamSchedulerHook)));
     }
     if evaluates_others {

@@ -14,6 +14,7 @@ use tracing::info_span;
 use super::{Hook, Runner};
 use crate::checkpoint::{self, Position, WorkDirLock, check_name};
 use crate::model::LoraOptions;
+use crate::optim_wrapper::OptimWrapper;
 use crate::{Error, Result};
 
 /// A request for a checkpoint.
@@ -92,6 +93,17 @@ pub(super) struct Configured {
     /// Hyper-parameters of the optimizer.
     pub(super) hyper_params: Value,
     pub(super) lora: Option<LoraOptions>,
+}
+
+impl Configured {
+    pub(super) fn new(
+        optim: &mut OptimWrapper,
+        hyper_params: Value,
+        lora: Option<LoraOptions>,
+    ) -> Self {
+        let accumulative_counts = optim.accumulation().counts();
+        Self { accumulative_counts, hyper_params, lora }
+    }
 }
 
 impl Runner {

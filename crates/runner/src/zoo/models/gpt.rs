@@ -9,6 +9,7 @@ use candle_core::{Module, Result, Tensor, bail};
 
 use train_data::transforms::IGNORED;
 
+use crate::data::{ArrayData, Batch};
 use crate::engine::candle::nn::{Embedding, Init, LayerNorm, Linear, VarBuilder, layer_norm};
 use crate::engine::candle::ops::{self, AttentionOptions, CrossEntropyOptions};
 use crate::engine::candle::{CandleModel, Loss, Outputs, TensorBatch};
@@ -111,7 +112,37 @@ impl Module for Gpt {
     }
 }
 
+/// Returns the number of tokens that have a label; `None` if the batch has no labels.
+fn count_labels(batch: &Batch) -> Option<usize> {
+    if let Ok(labels) = batch.get("labels") {
+        return Some(match labels.data() {
+            ArrayData::I64(labels) => labels.iter().filter(|label| **label != IGNORED).count(),
+            ArrayData::I32(labels) => {
+                labels.iter().filter(|label| i64::from(**label) != IGNORED).count()
+            }
+            _ => labels.shape().iter().product(),
+        });
+    }
+    let mask = batch.get("attention_mask").ok()?;
+    let [rows, positions] = mask.shape() else { return None };
+    // A row's first token is no label.
+    let is_label = |at: &usize| at % positions > 0;
+    let all = (0..rows * positions).filter(is_label);
+    Some(match mask.data() {
+        ArrayData::I64(mask) => all.filter(|at| mask[*at] != 0).count(),
+        ArrayData::I32(mask) => all.filter(|at| mask[*at] != 0).count(),
+        ArrayData::U8(mask) => all.filter(|at| mask[*at] != 0).count(),
+        ArrayData::Bool(mask) => all.filter(|at| mask[*at]).count(),
+        _ => return None,
+    })
+}
+
 impl CandleModel for Gpt {
+    /// A step is the mean over all labels of its batches and ranks.
+    fn loss_count(&self, batch: &Batch) -> Result<Option<f64>> {
+        Ok(count_labels(batch).map(|count| count as f64))
+    }
+
     fn loss(&self, batch: &TensorBatch) -> Result<Loss> {
         let (logits, labels) = (self.logits(batch)?, labels(batch)?);
         // On a GPU the loss is faster without an ignored label.
@@ -184,7 +215,7 @@ mod tests {
     use train_data::transforms::{PadTokens, Transform, pack};
 
     use super::*;
-    use crate::data::{Array, Batch, Sample, SampleRng};
+    use crate::data::{Array, Sample, SampleRng};
     use crate::engine::candle::{CandleEngine, CandleOptions};
     use crate::engine::{Engine, EngineState, GradSink, StepContext};
 
@@ -236,6 +267,9 @@ mod tests {
             .with("inputs", ids(2, &[1, 2, 3, 9, 4, 5, 9, 9]))
             .with("labels", ids(2, &[2, 3, IGNORED, IGNORED, 5, IGNORED, IGNORED, IGNORED]));
         assert_eq!(loss(&padded).unwrap(), loss(&labelled).unwrap());
+        // Steps are weighted by the number of labels.
+        let counts = [&packed, &whole, &padded, &labelled, &Batch::new()].map(count_labels);
+        assert_eq!(counts, [Some(6), Some(4), Some(3), Some(3), None]);
         let said = loss(&Batch::new().with("input_ids", ids(1, &[1, 2]))).unwrap_err().to_string();
         assert!(said.contains("no field `labels`"), "{said}");
         let long = ids(1, &[1; 9]);

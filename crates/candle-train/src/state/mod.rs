@@ -35,7 +35,8 @@ fn optimizer_entry(index: usize, name: &str) -> String {
     format!("{OPTIMIZER}.{index}.{name}")
 }
 
-/// Name of the entry of a variable's weights in training, if its own entry has those for evaluation.
+/// Name of the entry of a variable's weights in training, if its own entry has those for
+/// evaluation.
 fn trained_entry(name: &str) -> String {
     format!("{PREFIX}trained.{name}")
 }

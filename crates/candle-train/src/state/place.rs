@@ -3,9 +3,9 @@
 //! A new file is written beside the last one, in `.NAME.PID-COUNT.new`, and renamed. Meanwhile, and
 //! until another place is saved to, this process holds a lock (`flock`) on `.NAME.lock`, which
 //! names it; the operating system releases it when the process ends, however it ends. Hence a new
-//! file found under the lock was left by a process that was killed, and is removed. Where locks are
-//! not supported, and between two runs that do not overlap, a run still notices that the file is
-//! not the one which it has read or written.
+//! file found under the lock was left by a process that was killed, and is removed. On a file
+//! system without locks, and after a run that has ended, a run still notices that the file is not
+//! the one which it has read or written.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};

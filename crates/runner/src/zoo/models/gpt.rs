@@ -126,7 +126,7 @@ fn count_labels(batch: &Batch) -> Option<usize> {
     let mask = batch.get("attention_mask").ok()?;
     let [rows, positions] = mask.shape() else { return None };
     // A row's first token is no label.
-    let is_label = |at: &usize| at % positions > 0;
+    let is_label = |at: &usize| !at.is_multiple_of(*positions);
     let all = (0..rows * positions).filter(is_label);
     Some(match mask.data() {
         ArrayData::I64(mask) => all.filter(|at| mask[*at] != 0).count(),

@@ -1,5 +1,8 @@
 //! `parse_json`: converts a line of JSON to fields.
 
+use std::cell::OnceCell;
+use std::collections::HashMap;
+
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde_json::Value;
 use serde_json::map::{Entry, Map};
@@ -27,11 +30,16 @@ pub fn parse_json(mut sample: Sample) -> Result<Sample, BoxError> {
     };
     let object = line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line);
     let Entries(entries) = serde_json::from_slice(object)?;
+    let known = OnceCell::new();
+    let wide = |number: f64| {
+        let integer = known.get_or_init(|| wide_integers(&line)).get(&number.to_bits());
+        integer.copied()
+    };
     for (name, value) in entries {
         if value.is_null() {
             continue;
         }
-        let array = array(&value, &line).map_err(|error| format!("`{name}` {error}"))?;
+        let array = array(&value, &wide).map_err(|error| format!("`{name}` {error}"))?;
         sample.set(name, array);
     }
     Ok(sample)
@@ -72,8 +80,8 @@ impl<'de> Visitor<'de> for EntriesVisitor {
     }
 }
 
-/// Makes an array of a value of the object `line`.
-fn array(value: &Value, line: &[u8]) -> Result<Array, String> {
+/// Makes an array of a value. `wide` returns the text of a float that is written as an integer.
+fn array<'a>(value: &Value, wide: &impl Fn(f64) -> Option<&'a str>) -> Result<Array, String> {
     if let Value::String(text) = value {
         return Ok(bytes(text.as_bytes()));
     }
@@ -92,7 +100,7 @@ fn array(value: &Value, line: &[u8]) -> Result<Array, String> {
     };
     let data: ArrayData = if leaves.iter().any(|leaf| leaf.is_f64()) {
         let float = |leaf: &&Value| match leaf.is_f64() {
-            true => float(leaf.as_f64().ok_or_else(wrong)?, line),
+            true => float(leaf.as_f64().ok_or_else(wrong)?, wide),
             false => integer(leaf).map(|number| number as f32),
         };
         leaves.iter().map(float).collect::<Result<Vec<_>, _>>()?.into()
@@ -105,14 +113,13 @@ fn array(value: &Value, line: &[u8]) -> Result<Array, String> {
     Array::new(shape, data).map_err(|error| error.to_string())
 }
 
-/// Makes an `f32` of a number in `line` that serde_json reads as a float: one with a point or an
-/// exponent, or an integer beyond 64 bits, which is an error.
-fn float(number: f64, line: &[u8]) -> Result<f32, String> {
-    if number.abs() >= (1_u64 << 63) as f64 {
-        let line = String::from_utf8_lossy(line);
-        if let Some(integer) = integers(&line).find(|text| text.parse() == Ok(number)) {
-            return Err(beyond(integer));
-        }
+/// Makes an `f32` of a number that serde_json reads as a float: one with a point or an exponent, or
+/// an integer beyond 64 bits, which is an error.
+fn float<'a>(number: f64, wide: impl Fn(f64) -> Option<&'a str>) -> Result<f32, String> {
+    if number.abs() >= (1_u64 << 63) as f64
+        && let Some(integer) = wide(number)
+    {
+        return Err(beyond(integer));
     }
     let narrow = number as f32;
     match narrow.is_finite() {
@@ -126,6 +133,14 @@ fn beyond(integer: &str) -> String {
     format!(
         "has the integer {integer}, which is beyond i64: write it with a point to read it as f32"
     )
+}
+
+/// Integers of a line beyond `i64`, by the bits of the floats that serde_json reads.
+fn wide_integers(line: &[u8]) -> HashMap<u64, &str> {
+    let wide = integers(std::str::from_utf8(line).unwrap_or_default());
+    let wide = wide.filter(|text| text.parse::<i64>().is_err());
+    let float = |text| serde_json::from_str(text).map(f64::to_bits).ok();
+    wide.filter_map(|text| Some((float(text)?, text))).collect()
 }
 
 /// Numbers of a JSON text that are written with neither a point nor an exponent.
@@ -252,6 +267,14 @@ mod tests {
         }
     }
 
+    /// In quadratic time it would take minutes.
+    #[test]
+    fn long_lists_of_large_floats_are_read() {
+        let line = format!("{{\"a\":[{}1e20]}}", "1e20,".repeat(99_999));
+        let expected = Array::new([100_000], vec![1e20_f32; 100_000]).unwrap();
+        assert_eq!(parse(&line).unwrap().get("a").unwrap(), &expected);
+    }
+
     #[test]
     fn values_that_are_no_arrays_are_refused_by_name() {
         for (line, says) in [
@@ -278,6 +301,10 @@ mod tests {
             (
                 r#"{"a": [[-9223372036854775809]]}"#,
                 "`a` has the integer -9223372036854775809, which",
+            ),
+            (
+                r#"{"a": [7.5, 31415926535897932384626433832]}"#,
+                "`a` has the integer 31415926535897932384626433832, which",
             ),
             (
                 r#"{"a": "\\\"7", "b": 2e20, "c": 1000000000000000000000}"#,

@@ -13,7 +13,9 @@
 //!   exact at each sample. Resuming reads at most one window again.
 //! * **Changes.** A file that changes during a run is an error, not an earlier or later end: its
 //!   size and time of modification are compared when it is opened and at its end. A position is
-//!   refused by shards of other names, sizes or content.
+//!   refused by shards of other names, sizes or content. For this each rank opens every file when a
+//!   stream is made, and reads up to three blocks of it: on a network file system tens of thousands
+//!   of small files delay the start, and few large ones are faster.
 //!
 //! A [`StreamLoader`] creates batches. One thread reads; workers apply the functions of
 //! [`Stream::map`] and collate, so that order and random numbers do not depend on the number of

@@ -14,6 +14,10 @@ use crate::{BoxError, Error, Result, Sample};
 
 /// Shards of raw records: text files, archives, tables.
 ///
+/// A stream reads ahead: it returns the last record of a window only when the next window is read,
+/// so that its position tells whether the pass has ended. Hence a source whose records arrive over
+/// time (a queue, a socket) lags by at least one record.
+///
 /// A position in a shard is a number chosen by the source, such as a number of bytes; 0 is the
 /// beginning.
 pub trait Source: Send + Sync {

@@ -67,7 +67,12 @@ fn ids(batch: &Batch) -> Vec<i64> {
     }
 }
 
-fn loader(lens: &[u64], options: StreamOptions, batch_size: usize, workers: usize) -> StreamLoader {
+pub(super) fn loader(
+    lens: &[u64],
+    options: StreamOptions,
+    batch_size: usize,
+    workers: usize,
+) -> StreamLoader {
     loader_of(Stream::new(Numbers::new(lens), options).unwrap(), batch_size, workers)
 }
 
@@ -211,106 +216,6 @@ fn order_and_random_numbers_do_not_change_between_versions() {
     assert_eq!(ids(&first), [0, 1, 2000, 2, 2002, 2003, 2001, 1, 0, 2000, 2, 2003, 2002, 2001_i64]);
     let ArrayData::I64(random) = first.get("random").unwrap().data() else { panic!("{first:?}") };
     assert_eq!(random[..2], [-4351420130647557517, 4688491599005477223]);
-}
-
-#[test]
-fn a_position_of_another_layout_is_refused() {
-    let options = StreamOptions { world_size: 2, shuffle_buffer: 4, ..Default::default() };
-    let lens = [3, 3, 4];
-    let saved = loader(&lens, options, 1, 0).position();
-    let refused = |lens: &[u64], options| {
-        loader(lens, options, 1, 0).resume(saved).map_err(|error| error.to_string())
-    };
-    refused(&lens, StreamOptions { repeat: true, ..options }).unwrap();
-    let endless = loader(&lens, StreamOptions { repeat: true, ..options }, 1, 0).position();
-    let error = loader(&lens, options, 1, 0).resume(endless).unwrap_err().to_string();
-    assert!(error.contains("it is of a stream that repeats, this one ends"), "{error}");
-    for (lens, options, says) in [
-        (
-            &lens[..],
-            StreamOptions { world_size: 3, ..options },
-            "it has ranks 2, the stream 3: resume with",
-        ),
-        (
-            &lens,
-            StreamOptions { rank: 1, ..options },
-            "it has rank 0, the stream 1: give each rank",
-        ),
-        (
-            &lens,
-            StreamOptions { seed: 1, ..options },
-            "it has seed 0, the stream 1: set it as before",
-        ),
-        (
-            &lens,
-            StreamOptions { shuffle_buffer: 5, ..options },
-            "it has shuffle_buffer 4, the stream 5",
-        ),
-        (&lens[1..], options, "it has shards 3, the stream 2: list the same files"),
-        (&[3, 4, 3], options, "the names or sizes of the shards are not as before"),
-    ] {
-        let error = refused(lens, options).unwrap_err();
-        assert!(error.starts_with("the stream cannot go on at this position: "), "{error}");
-        assert!(error.contains(says), "{error}");
-    }
-    let mut behind = loader(&lens, options, 1, 0);
-    behind.resume(StreamPosition { taken: 5, ..saved }).unwrap();
-    assert!(behind.next_batch().unwrap_err().to_string().contains("behind the end"));
-}
-
-#[test]
-fn a_position_of_other_files_is_refused() {
-    let dir = tempfile::tempdir().unwrap();
-    let write = |name: &str, content: &[u8]| {
-        let path = dir.path().join(name);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, content).unwrap();
-    };
-    let large = |byte: u8, at: usize| {
-        let mut lines = b"0\n".repeat(30_000);
-        lines[at] = byte;
-        lines
-    };
-    for folder in ["x", "moved", "changed"] {
-        for (name, byte) in [("a", b'1'), ("b", b'2')] {
-            write(&format!("{folder}/{name}/0.txt"), &[byte, b'\n'].repeat(20));
-            write(&format!("{folder}/{name}/large.txt"), &large(b'0', 0));
-        }
-    }
-    write("changed/a/0.txt", &[b'3', b'\n'].repeat(20));
-    let loader = |names: &[&str]| {
-        let paths: Vec<_> = names.iter().map(|name| dir.path().join(name)).collect();
-        let names = paths.iter().map(|path| path.to_str().unwrap());
-        let stream = Stream::text(names, StreamOptions::default()).unwrap();
-        StreamLoader::new(stream, 1, Workers::new(0)).unwrap()
-    };
-    let position = |names: &[&str]| {
-        let mut loader = loader(names);
-        loader.next_batch().unwrap();
-        loader.position()
-    };
-    let saved = position(&["x/a/0.txt", "x/b/0.txt"]);
-    loader(&["moved/a/0.txt", "moved/b/0.txt"]).resume(saved).unwrap();
-    let one = position(&["x/a/0.txt"]);
-    loader(&["moved/a/0.txt"]).resume(one).unwrap();
-    for (saved, names) in [
-        (saved, &["x/b/0.txt", "x/a/0.txt"][..]),
-        (saved, &["changed/a/0.txt", "changed/b/0.txt"]),
-        (saved, &["x/a/0.txt", "moved/b/0.txt"]),
-        (one, &["x/b/0.txt"]),
-    ] {
-        let error = loader(names).resume(saved).unwrap_err().to_string();
-        assert!(
-            error.contains("the shards are not as before, or their order or content"),
-            "{error}"
-        );
-    }
-    // Of a large file three blocks are compared.
-    let saved = position(&["x/a/large.txt"]);
-    for (at, is_noticed) in [(0, true), (30_000, true), (59_998, true), (10_000, false)] {
-        write("changed/a/large.txt", &large(b'1', at));
-        assert_eq!(loader(&["changed/a/large.txt"]).resume(saved).is_err(), is_noticed, "{at}");
-    }
 }
 
 #[test]

@@ -3,8 +3,8 @@
 //! The launcher is a child subreaper (`prctl(2)`): the kernel gives it each descendant whose parent
 //! has ended, also one that has left the process group or session of its rank. So the descendants
 //! of a rank are those below it in the tree of processes, and the orphans with the job's id in
-//! their environment ([`JOBS`]). An orphan without it is left alone: as process 1 of a container, the
-//! launcher adopts other processes, too. So a daemon can outlive the ranks.
+//! their environment ([`JOBS`]). An orphan without it is left alone: as process 1 of a container,
+//! the launcher adopts other processes, too. So a daemon can outlive the ranks.
 //!
 //! Invariant: a signal reaches only children of this process, their process groups, and descendants
 //! that a pidfd or their start time identifies.

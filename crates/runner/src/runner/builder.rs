@@ -11,6 +11,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
 use super::agreement::{Budget, compare};
+use super::eval_weights::EvalWeightsHook;
 use super::finite::UncheckedLosses;
 use super::loading::{LoadOptions, Loaded, Start};
 use super::output::Output;
@@ -24,7 +25,6 @@ use crate::config::Span;
 use crate::data::DataLoader;
 use crate::engine::{CompileOptions, Engine, EngineState, MatmulPrecision};
 use crate::evaluate::Evaluator;
-use crate::hooks::EvalWeightsHook;
 use crate::model::{
     DistributedDataParallel, LoraOptions, ModelContext, ModelFactory, ModelWrapper, WrapperFactory,
 };

@@ -8,6 +8,7 @@ mod agreement;
 mod builder;
 mod check;
 mod elastic;
+mod eval_weights;
 mod evaluation;
 mod finite;
 mod hook;

@@ -6,6 +6,7 @@ use collective::ProcessGroup;
 use collective::object::{all_gather_object, broadcast_object};
 use serde_json::Value;
 
+use super::eval_weights::EvalWeightsHook;
 use super::loading::Loaded;
 use super::{Runner, Save};
 use crate::checkpoint::{
@@ -14,7 +15,6 @@ use crate::checkpoint::{
 };
 use crate::data::Layout;
 use crate::engine::TensorSpec;
-use crate::hooks::EvalWeightsHook;
 use crate::schedulers::differences;
 use crate::{Error, Result};
 

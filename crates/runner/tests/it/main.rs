@@ -12,6 +12,7 @@ mod engine;
 mod engine_digits;
 #[cfg(all(feature = "candle", target_os = "linux"))]
 mod engine_memory;
+mod engine_state;
 #[cfg(feature = "candle")]
 mod from_rust;
 #[cfg(feature = "candle")]

@@ -277,7 +277,7 @@ fn now() -> candle_core::Result<Option<usize>> {
 
 impl CandleEngine {
     /// Returns an error if the loss depends on results of earlier steps: their gradients would be
-    /// those of the parameters as they were then, and each step would be slower than the one before.
+    /// those of the parameters as they were then, and each step would be slower than the last.
     fn check_carried(&self, tape: &Tape, loss: &Loss, begin: Option<usize>) -> Result<()> {
         let (Some(built), Some(begin)) = (self.built, begin) else { return Ok(()) };
         let is_carried = |id| candle_train::age(id).is_some_and(|at| built < at && at < begin);

@@ -29,11 +29,11 @@ pub trait CandleModel: Send {
     /// A missing field, or wrong shapes.
     fn loss(&self, batch: &TensorBatch) -> Result<Loss>;
 
-    /// Returns the number of tokens, or of samples, that the [loss](Self::loss) of this batch is the
-    /// mean of; by default it is not known. If it is, a step is the mean over all of its tokens:
-    /// batches of `accumulative_counts`, and the ranks' batches, are weighted by their counts.
-    /// Otherwise they have equal weight, as in PyTorch's DDP and MMEngine, although their numbers of
-    /// tokens differ. Return it for all batches, or for none.
+    /// Returns the number of tokens, or of samples, that the [loss](Self::loss) of this batch is
+    /// the mean of; by default it is not known. If it is, a step is the mean over all of its
+    /// tokens: batches of `accumulative_counts`, and the ranks' batches, are weighted by their
+    /// counts. Otherwise they have equal weight, as in PyTorch's DDP and MMEngine, although their
+    /// numbers of tokens differ. Return it for all batches, or for none.
     ///
     /// # Errors
     ///

@@ -2,26 +2,25 @@
 
 use fused_optim::Error as OptimError;
 
-use super::Hook;
+use super::{Hook, Runner};
 use crate::Result;
 use crate::checkpoint::{
     AVERAGES, Checkpoint, Contents, TRAINED, Tensor, copy_from_bytes, to_bytes,
 };
 use crate::engine::round_into;
-use crate::runner::Runner;
 
 /// Replaces the weights by the optimizer's [evaluation
 /// weights](fused_optim::Optimizer::eval_weights) in validations, tests and checkpoints, as
 /// `ScheduleFreeAdamW` needs. The trained weights are saved beside the model, where `EMAHook` has
 /// them, and a run resumes from them. A run whose optimizer has such weights has this hook.
 #[derive(Debug, Default)]
-pub(crate) struct EvalWeightsHook {
+pub(super) struct EvalWeightsHook {
     /// The trained weights, while others replace them.
     trained: Vec<Tensor>,
 }
 
 impl EvalWeightsHook {
-    pub(crate) const NAME: &'static str = "EvalWeightsHook";
+    pub(super) const NAME: &'static str = "EvalWeightsHook";
 
     fn replace(&mut self, runner: &mut Runner) -> Result<()> {
         let (engine, optimizer) = runner.engine_and_optimizer();

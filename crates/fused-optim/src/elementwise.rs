@@ -206,7 +206,7 @@ impl<R: ElementwiseRule> Hyper for R {
         self.numbers(step)
     }
 
-    fn to_eval_weights(&self, weights: &mut [f32], slots: &[Vec<f32>]) {
+    fn to_eval_weights(&self, weights: &mut [f32], slots: &[&[f32]]) {
         for (at, weight) in weights.iter_mut().enumerate() {
             *weight = self.eval_weight(*weight, R::State::from_fn(|slot| slots[slot][at]));
         }

@@ -51,7 +51,7 @@ pub(crate) trait Hyper:
         0.0
     }
     /// Replaces a tensor's weights with those for evaluation; `slots` are its state values.
-    fn to_eval_weights(&self, _weights: &mut [f32], _slots: &[Vec<f32>]) {}
+    fn to_eval_weights(&self, _weights: &mut [f32], _slots: &[&[f32]]) {}
     /// The clipping that the rule itself does.
     fn own_clip(&self) -> OwnClip {
         OwnClip::None

@@ -268,8 +268,8 @@ impl Slot {
         }
     }
 
-    pub(crate) fn values(&self) -> Vec<f32> {
-        Vector::Slot(self).values().into_owned()
+    pub(crate) fn values(&self) -> Cow<'_, [f32]> {
+        Vector::Slot(self).values()
     }
 
     /// The values; `None` for codes.

@@ -173,6 +173,7 @@ impl<H: Hyper> Core<H> {
             output.copy_from_slice(master);
         }
         let slots: Vec<_> = state.slots.iter().map(Slot::values).collect();
+        let slots: Vec<&[f32]> = slots.iter().map(|values| &**values).collect();
         hyper.to_eval_weights(output, &slots);
         Ok(())
     }

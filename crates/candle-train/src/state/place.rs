@@ -3,9 +3,9 @@
 //! A new file is written beside the last one, in `.NAME.PID-COUNT.new`, and renamed. Meanwhile, and
 //! until another place is saved to, this process holds a lock (`flock`) on `.NAME.lock`, which
 //! names it; the operating system releases it when the process ends, however it ends. Hence a new
-//! file found under the lock was left by a process that was killed, and is removed. On a file
-//! system without locks, and after a run that has ended, a run still notices that the file is not
-//! the one which it has read or written.
+//! file found under the lock was left by a process that was killed, and is removed. On a file system
+//! without locks such a file stays. There, and between two runs that do not overlap, a run still
+//! notices that the file is not the one which it has read or written.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -37,7 +37,8 @@ impl Places {
     pub(super) fn resumed(&mut self, path: &Path, id: Option<Id>) {
         let Ok(target) = Target::of(path) else { return };
         if !target.leftovers().is_empty()
-            && let Ok(Some(lock)) = Lock::attempt(&target.lock_path())
+            && let Ok(lock) = Lock::attempt(&target.lock_path())
+            && lock.file.is_some()
             && let Some(_turn) = lock.turn.try_lock()
         {
             target.remove_leftovers();
@@ -61,12 +62,9 @@ impl Places {
         let target = Target::of(path)?;
         target.check()?;
         fs::create_dir_all(&target.directory)?;
-        // Resolves the rest of the path, now that its directories exist.
-        let target = Target::of(path)?;
-        self.acquire(&target)?;
-        let lock = self.lock.clone();
-        let _turn = lock.as_ref().map(|lock| lock.turn.lock());
-        if lock.is_some() {
+        let lock = self.acquire(&target)?;
+        let _turn = lock.turn.lock();
+        if lock.file.is_some() {
             target.remove_leftovers();
         }
         let there = Id::of(&target.path())?;
@@ -77,7 +75,8 @@ impl Places {
             self.lock = None;
             let since = if known.is_some() { "since this run did" } else { "since this run began" };
             return Err(format!(
-                "another run has saved there {since}{}: end one of both, or give each a path of its own",
+                "another run has saved there {since}{}: end one of both, or give each a path of its own, or \
+                 remove the file, and this run saves again",
                 describe(&target.path())
             )
             .into());
@@ -103,14 +102,14 @@ impl Places {
     }
 
     /// Locks a place instead of the last one.
-    fn acquire(&mut self, target: &Target) -> Result<(), BoxError> {
+    fn acquire(&mut self, target: &Target) -> Result<Arc<Lock>, BoxError> {
         let path = target.lock_path();
-        if self.lock.as_ref().is_some_and(|lock| lock.path == path) {
-            return Ok(());
-        }
-        self.lock = None;
-        self.lock = Lock::acquire(&path)?;
-        Ok(())
+        let lock = match self.lock.take().filter(|lock| lock.path == path) {
+            Some(lock) => lock,
+            None => Lock::acquire(&path)?,
+        };
+        self.lock = Some(Arc::clone(&lock));
+        Ok(lock)
     }
 }
 
@@ -135,11 +134,7 @@ impl Target {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => {
                     let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?.to_owned();
-                    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-                    let directory = directory.unwrap_or_else(|| Path::new("."));
-                    // Not yet created directories are resolved after they are.
-                    let directory =
-                        fs::canonicalize(directory).unwrap_or_else(|_| directory.to_owned());
+                    let directory = resolve(&std::path::absolute(&path)?);
                     return Ok(Self { directory, name });
                 }
             };
@@ -197,6 +192,16 @@ impl Target {
     }
 }
 
+/// The directory of an absolute path, behind all symbolic links, also if it does not exist yet.
+fn resolve(path: &Path) -> PathBuf {
+    let directories = path.ancestors().skip(1);
+    let mut resolved = directories.filter_map(|directory| {
+        let rest = path.parent()?.strip_prefix(directory).ok()?;
+        Some(fs::canonicalize(directory).ok()?.join(rest))
+    });
+    resolved.next().unwrap_or_else(|| path.parent().unwrap_or(path).to_owned())
+}
+
 /// As the kernel's.
 const MAX_LINKS: usize = 40;
 
@@ -238,7 +243,8 @@ impl Drop for NewFile {
 /// A lock of this process. Its file is removed when the last trainer drops it.
 struct Lock {
     path: PathBuf,
-    _file: File,
+    /// `None` where locks are not supported.
+    file: Option<File>,
     /// Held by the trainer of this process that saves.
     turn: Mutex<()>,
 }
@@ -253,12 +259,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const PATIENCE_ELSEWHERE: Duration = Duration::from_secs(120);
 
 impl Lock {
-    /// Waits for a holder that may be exiting; returns `None` where locks are not supported.
+    /// Waits for a holder that may be exiting.
     ///
     /// # Errors
     ///
     /// A holder that does not exit, by name.
-    fn acquire(path: &Path) -> Result<Option<Arc<Self>>, BoxError> {
+    fn acquire(path: &Path) -> Result<Arc<Self>, BoxError> {
         let start = Instant::now();
         loop {
             let holder = match Self::attempt(path) {
@@ -276,24 +282,19 @@ impl Lock {
         }
     }
 
-    /// Returns `None` where locks are not supported.
+    /// Warns where locks are not supported.
     ///
     /// # Errors
     ///
     /// The name of the process that holds it.
-    fn attempt(path: &Path) -> Result<Option<Arc<Self>>, String> {
+    fn attempt(path: &Path) -> Result<Arc<Self>, String> {
         let mut held = HELD.lock();
         held.retain(|lock| lock.strong_count() > 0);
         if let Some(lock) = held.iter().filter_map(Weak::upgrade).find(|lock| lock.path == path) {
-            return Ok(Some(lock));
+            return Ok(lock);
         }
-        let options = File::options().create(true).truncate(false).read(true).write(true).clone();
-        let locked = options.open(path).map_err(TryLockError::Error).and_then(|file| {
-            file.try_lock()?;
-            Ok(file)
-        });
-        let mut file = match locked {
-            Ok(file) => file,
+        let file = match Self::open(path) {
+            Ok(file) => Some(Self::sign(file, path)?),
             Err(TryLockError::WouldBlock) => {
                 return Err(fs::read_to_string(path).unwrap_or_default());
             }
@@ -302,26 +303,46 @@ impl Lock {
                 warn!(
                     "cannot lock {path}: {error}: do not start a second run with this checkpoint"
                 );
-                return Ok(None);
+                None
             }
         };
+        let lock = Arc::new(Self { path: path.to_owned(), file, turn: Mutex::new(()) });
+        held.push(Arc::downgrade(&lock));
+        Ok(lock)
+    }
+
+    /// Opens and locks a file. Where locks are not supported, no new file stays.
+    fn open(path: &Path) -> Result<File, TryLockError> {
+        let options = File::options().read(true).write(true).clone();
+        let new = options.clone().create_new(true).open(path);
+        let is_new = new.is_ok();
+        let file = new.or_else(|_| options.clone().create(true).truncate(false).open(path));
+        let file = file.map_err(TryLockError::Error)?;
+        let locked = file.try_lock();
+        if is_new && matches!(locked, Err(TryLockError::Error(_))) {
+            let _ = fs::remove_file(path);
+        }
+        locked.map(|()| file)
+    }
+
+    /// Writes the name of this process to a locked file, unless its last holder has removed it.
+    fn sign(mut file: File, path: &Path) -> Result<File, String> {
         let inode = |metadata: io::Result<fs::Metadata>| metadata.ok().map(|m| (m.dev(), m.ino()));
         if inode(fs::metadata(path)) != inode(file.metadata()) {
-            // Its last holder has removed it.
             return Err(String::new());
         }
         let name = format!("process {} on {}", std::process::id(), hostname());
         // The lock does not depend on the name.
         let _ = file.set_len(0).and_then(|()| file.write_all(name.as_bytes()));
-        let lock = Arc::new(Self { path: path.to_owned(), _file: file, turn: Mutex::new(()) });
-        held.push(Arc::downgrade(&lock));
-        Ok(Some(lock))
+        Ok(file)
     }
 }
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        if self.file.is_some() {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 

@@ -31,8 +31,9 @@ impl Trainer {
     /// file, returns 0 and changes nothing.
     ///
     /// Every rank must call it. All ranks read the file, twice: to verify it, and, if all have the
-    /// same one, into their state, without further memory. Batches since the last step are dropped.
-    /// May be called at any time, also to go back to a checkpoint.
+    /// same one, into their state: on the CPU without further memory, on a GPU with a copy of the
+    /// optimizer's state on the host. Batches since the last step are dropped. May be called at any
+    /// time, also to go back to a checkpoint.
     ///
     /// Hyper-parameters, including learning rates, are those of the saved run. The seed has to be.
     /// Clipping, accumulation, precision (apart from a loss scale) and the schedule are not saved:
@@ -207,6 +208,7 @@ impl Trainer {
             let mut params = self.variables.params.iter();
             params.try_for_each(|(name, var)| check_entry(&file, &trained_entry(name), var))?;
         }
+        self.check_reserved(&file, &optimizer)?;
         Ok(Some(Loaded { file, progress, scaler, optimizer, own }))
     }
 
@@ -227,7 +229,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Checks the entries of the optimizer's state, and that no others are left.
+    /// Checks the entries of the optimizer's state, and that no variables are left.
     fn check_entries(&self, file: &Reader, optimizer: &Optimizer) -> Result<(), BoxError> {
         if let Optimizer::Layout(layout) = optimizer {
             for (index, state) in &layout.state {
@@ -244,6 +246,33 @@ impl Trainer {
         let others = file.names().filter(|name| !known.contains(name));
         match others.filter(|name| !name.starts_with(PREFIX)).min() {
             Some(name) => Err(format!("the model has no variable `{name}`").into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns an error for an entry that is no variable, and that this version does not read.
+    fn check_reserved(&self, file: &Reader, optimizer: &Optimizer) -> Result<(), BoxError> {
+        let mut known = HashSet::from([TRAINER.to_owned()]);
+        known.extend((0..).map(own_entry).take_while(|entry| file.info(entry).is_some()));
+        match optimizer {
+            Optimizer::Dict(_) => drop(known.insert(OPTIMIZER.to_owned())),
+            Optimizer::Layout(layout) => {
+                for (index, state) in &layout.state {
+                    known.extend(state.tensors.keys().map(|name| optimizer_entry(*index, name)));
+                }
+                if self.saves_eval_weights() {
+                    let params = self.variables.params.iter();
+                    known.extend(params.map(|(name, _)| trained_entry(name)));
+                }
+            }
+        }
+        let reserved = file.names().filter(|name| name.starts_with(PREFIX));
+        match reserved.filter(|name| !known.contains(*name)).min() {
+            Some(name) => Err(format!(
+                "it has an entry `{name}`, which this trainer does not read: resume with the version and the \
+                 optimizer that saved it"
+            )
+            .into()),
             None => Ok(()),
         }
     }

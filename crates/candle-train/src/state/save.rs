@@ -22,7 +22,8 @@ struct Part {
     epoch: usize,
     steps: u64,
     random_position: u64,
-    own: Option<Vec<u8>>,
+    /// Length of the rank's own data.
+    own: Option<usize>,
 }
 
 impl Trainer {
@@ -31,12 +32,14 @@ impl Trainer {
     ///
     /// Every rank must call it, after a step, with the same epoch. Blocks until rank 0 has written
     /// the file: beside the last one, which it then replaces, so that one of both is complete after
-    /// a crash. A symbolic link stays one. Needs no memory beside the state, on a GPU that of a
-    /// copy of the largest tensor and its optimizer state.
+    /// a crash. A symbolic link stays one. Needs no memory beside the state, on a GPU that of the
+    /// host for a copy of the largest tensor and its optimizer state.
     ///
     /// One run saves to a path: rank 0 locks it until it saves elsewhere or ends (`.NAME.lock`
     /// beside the file, which may be removed after a run that was killed). A file of a run that
-    /// this trainer has never resumed is overwritten, if that run has ended.
+    /// this trainer has never resumed is overwritten, if that run has ended. A save that was killed
+    /// leaves `.NAME.*.new`, which the next one removes; on a file system without locks it stays
+    /// until you remove it, and a second run is not noticed before it has saved.
     ///
     /// # Errors
     ///
@@ -120,7 +123,8 @@ impl Trainer {
     ) -> Result<()> {
         self.announce("save")?;
         let failed = |reason| Error::Checkpoint { path: path.to_owned(), reason };
-        let parts = self.exchange(own.and_then(|own| self.part(epoch, own)))?.map_err(failed)?;
+        let len = own.as_ref().map(|own| own.as_ref().map(Vec::len)).map_err(Clone::clone);
+        let parts = self.exchange(len.and_then(|len| self.part(epoch, len)))?.map_err(failed)?;
         let first = &parts[0];
         for (rank, part) in parts.iter().enumerate() {
             let differs = |what, first: &dyn Display, own: &dyn Display| {
@@ -139,9 +143,13 @@ impl Trainer {
                 return differs("their call", &call(first), &call(part));
             }
         }
+        let own = match own {
+            Ok(Some(own)) => self.gather(&own, &parts)?,
+            _ => Vec::new(),
+        };
         let written = self.is_main().then(|| {
-            let written =
-                self.saves.borrow_mut().save(path, |new| self.write(new, &parts), describe);
+            let mut saves = self.saves.borrow_mut();
+            let written = saves.save(path, |new| self.write(new, &parts, &own), describe);
             written.err().map(|error| error.to_string())
         });
         match broadcast_object(self.group(), written, 0)? {
@@ -150,7 +158,7 @@ impl Trainer {
         }
     }
 
-    fn part(&self, epoch: usize, own: Option<Vec<u8>>) -> Result<Part, String> {
+    fn part(&self, epoch: usize, own: Option<usize>) -> Result<Part, String> {
         self.check_whole().map_err(|error| error.to_string())?;
         if self.pending > 0 {
             let pending = self.pending;
@@ -161,6 +169,15 @@ impl Trainer {
         }
         let random_position = self.context.random_position();
         Ok(Part { epoch, steps: self.steps, random_position, own })
+    }
+
+    /// Returns the data of all ranks' own on rank 0, one after another.
+    fn gather(&self, own: &[u8], parts: &[Part]) -> Result<Vec<u8>> {
+        let lens: Vec<_> = parts.iter().map(|part| part.own.unwrap_or(0)).collect();
+        let lens = if self.is_main() { &lens[..] } else { &[] };
+        let mut all = vec![0; lens.iter().sum()];
+        self.group().gather_v(&mut all, own, lens, 0)?;
+        Ok(all)
     }
 
     /// All variables, and again those whose weights in training are not those for evaluation.
@@ -179,7 +196,7 @@ impl Trainer {
         published.chain(trained).collect()
     }
 
-    fn write(&self, new: &File, parts: &[Part]) -> Result<Id, BoxError> {
+    fn write(&self, new: &File, parts: &[Part], own: &[u8]) -> Result<Id, BoxError> {
         let layout = self.optimizer.state_layout()?;
         let mut variables = self.saved_variables();
         // The widest types first, so that all data are aligned.
@@ -202,8 +219,11 @@ impl Trainer {
             optimizer: Some(layout),
             own: Vec::new(),
         })?;
-        let own = parts.iter().enumerate();
-        let own = own.filter_map(|(rank, part)| Some((own_entry(rank), part.own.as_deref()?)));
+        let mut rest = own;
+        let own = parts.iter().enumerate().filter_map(|(rank, part)| {
+            let own = rest.split_off(..part.own?)?;
+            Some((own_entry(rank), own))
+        });
         let bytes: Vec<_> = own.chain([(TRAINER.to_owned(), &progress[..])]).collect();
 
         let entry = |Saved { entry, var, .. }: &Saved<'_>| {

@@ -1,5 +1,6 @@
 //! Tests of the place of a checkpoint in the file system, and of older files.
 
+use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
@@ -8,7 +9,7 @@ use candle_core::Tensor;
 use candle_nn::VarMap;
 use candle_train::{AdamWHyper, Trainer};
 
-use super::{alone, model, state, step, trainer, weights};
+use super::{alone, model, save_a_run, state, step, trainer, weights};
 
 /// Names of the files in a directory.
 fn names(directory: &Path) -> Vec<String> {
@@ -93,10 +94,47 @@ fn a_run_does_not_overwrite_what_another_has_saved_since() {
     second.save(&path, 2).unwrap();
     let error = first.save(&path, 2).unwrap_err().to_string();
     assert!(error.contains("another run has saved there since this run did"), "{error}");
+    assert!(error.contains("or remove the file, and this run saves again"), "{error}");
     fs::remove_file(&path).unwrap();
     first.save(&path, 3).unwrap();
     // One that has looked at no file overwrites it.
     third.save(&path, 4).unwrap();
+}
+
+#[test]
+fn a_run_that_saved_in_a_new_directory_is_noticed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    fs::create_dir(path("disk")).unwrap();
+    symlink("disk", path("link")).unwrap();
+    let (vars, _net) = model(1);
+    let [mut first, mut second] = [0; 2].map(|_| trainer(&vars, &alone()));
+    for train in [&mut first, &mut second] {
+        assert_eq!(train.resume(path("link/new/run")).unwrap(), 0);
+    }
+    first.save(path("link/new/run"), 1).unwrap();
+    let error = second.save(path("link/new/run"), 2).unwrap_err().to_string();
+    assert!(error.contains("another run has saved there since this run began"), "{error}");
+    first.save(path("disk/new/run"), 3).unwrap();
+    drop((first, second));
+    assert_eq!(names(&path("disk/new")), ["run"]);
+}
+
+/// A directory cannot be locked, as nothing can on some file systems.
+#[test]
+fn without_locks_a_run_saves_and_leaves_what_others_may_be_writing() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    fs::create_dir(directory.path().join(".run.lock")).unwrap();
+    fs::write(directory.path().join(".run.77-3.new"), "being written").unwrap();
+    let (vars, _net) = model(1);
+    let mut train = trainer(&vars, &alone());
+    for epoch in [1, 2] {
+        train.save(&path, epoch).unwrap();
+        assert_eq!(train.resume(&path).unwrap(), epoch);
+    }
+    drop(train);
+    assert_eq!(names(directory.path()), [".run.77-3.new", ".run.lock", "run"]);
 }
 
 #[test]
@@ -122,7 +160,7 @@ fn runs_on_threads_of_one_process_leave_whole_files() {
 
 /// Writes a file as version 1 did.
 fn save_format_1(path: &Path, train: &mut Trainer, vars: &VarMap, own: &str) {
-    let mut entries = std::collections::HashMap::new();
+    let mut entries = HashMap::new();
     for (name, var) in vars.data().lock().unwrap().iter() {
         entries.insert(name.clone(), var.as_detached_tensor());
     }
@@ -137,13 +175,35 @@ fn save_format_1(path: &Path, train: &mut Trainer, vars: &VarMap, own: &str) {
         train.steps()
     );
     entries.insert("candle_train.trainer".to_owned(), bytes(progress.into_bytes()));
+    write(path, &entries);
+}
+
+/// Writes a file with its checksum.
+fn write(path: &Path, entries: &HashMap<String, Tensor>) {
     let zeros = "00000000".to_owned();
     let metadata = [("crc32".to_owned(), zeros.clone())].into_iter().collect();
-    let mut file = safetensors::serialize(&entries, Some(metadata)).unwrap();
+    let mut file = safetensors::serialize(entries, Some(metadata)).unwrap();
     let digits = format!("{:08x}", crc32fast::hash(&file));
     let at = file.windows(8).position(|at| at == zeros.as_bytes()).unwrap();
     file[at..at + 8].copy_from_slice(digits.as_bytes());
     fs::write(path, file).unwrap();
+}
+
+#[test]
+fn an_entry_of_another_version_is_refused_by_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    save_a_run(&path, 1, 3);
+    let mut entries = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
+    let (vars, _net) = model(1);
+    let mut train = trainer(&vars, &alone());
+    write(&path, &entries);
+    assert_eq!(train.resume(&path).unwrap(), 3);
+    let other = entries["candle_train.trainer"].clone();
+    entries.insert("candle_train.later".to_owned(), other);
+    write(&path, &entries);
+    let error = train.resume(&path).unwrap_err().to_string();
+    assert!(error.contains("entry `candle_train.later`, which this trainer does not"), "{error}");
 }
 
 #[test]

@@ -169,6 +169,22 @@ fn data_of_any_serde_type_are_resumed() {
     assert!(error.contains("not of the type to resume"), "{error}");
 }
 
+/// They are sent as bytes, because an object of [`collective`] has at most 256 MiB as JSON, in
+/// which a byte has up to four.
+#[test]
+fn large_data_of_the_ranks_are_resumed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    let data = |rank: usize| ["a", "b"][rank].repeat((80 << 20) * rank + 1);
+    ranks(2, |group| {
+        let (vars, _net) = model(1);
+        let mut train = trainer(&vars, &group);
+        let own = data(group.rank());
+        train.save_with(&path, 2, &own).unwrap();
+        assert!(train.resume_with::<String>(&path).unwrap() == (2, Some(own)));
+    });
+}
+
 #[test]
 fn data_that_one_rank_cannot_save_fail_on_all() {
     struct Fails(bool);

@@ -210,6 +210,10 @@ impl Ledger {
         Ok(())
     }
 
+    pub(super) fn needs_gradient(&self, index: usize) -> bool {
+        self.states[index].is_unused()
+    }
+
     pub(super) fn has_grad(&self, index: usize) -> bool {
         self.states[index].has_grad
     }
@@ -338,7 +342,9 @@ impl Ledger {
     }
 
     pub(super) fn zero_grad(&mut self) {
-        self.states.iter_mut().for_each(|s| (s.has_grad, s.external) = (false, false));
+        for state in &mut self.states {
+            (state.has_grad, state.external, state.used) = (false, false, false);
+        }
     }
 
     /// Returns the final layout, in the order in which rank 0's gradients arrived, after the first

@@ -315,6 +315,16 @@ impl Reducer {
         slice::<T>(&*self.buckets[slot.bucket]).map(|bucket| &bucket[slot.range()])
     }
 
+    /// Whether parameter `index` has no gradient in this pass, and is one of those that the static
+    /// graph uses on this rank; without a static graph all are.
+    ///
+    /// # Panics
+    ///
+    /// If `index` is out of range.
+    pub fn needs_gradient(&self, index: usize) -> bool {
+        self.ledger.needs_gradient(index)
+    }
+
     /// Drops all gradients; the next pass overwrites them. Call it between passes.
     pub fn zero_grad(&mut self) {
         self.ledger.zero_grad();

@@ -94,6 +94,8 @@ pub struct Tape {
     ends: HashSet<TensorId>,
     /// Nodes of stretches.
     nodes: HashSet<TensorId>,
+    /// Those of them that are views of variables.
+    views: HashSet<TensorId>,
     repeats: usize,
     /// Root of the [`Sources`] in use.
     root: Option<TensorId>,
@@ -274,6 +276,7 @@ impl Tape {
             for node in nodes.iter().filter(|node| !is_leaf(node)) {
                 self.repeats += usize::from(!self.nodes.insert(node.id()));
             }
+            self.views.extend(views(&nodes));
         }
         let nodes = nodes.into_iter().map(Tensor::id).collect();
         Some(Stretch { end: input.clone(), nodes, is_source, reshaped })
@@ -281,11 +284,15 @@ impl Tape {
 
     /// The results of candle's own operators on which `loss`, or an operator of the tape, depends,
     /// and results of other tapes. One that is older than the forward pass was carried over from
-    /// before it: its gradient would be that of variables as they were then.
-    pub fn graph_nodes(&self, loss: &Tensor) -> HashSet<TensorId> {
+    /// before it: its gradient would be that of variables as they were then. Views of a variable,
+    /// such as its transpose, are not among them: they have its values at any time.
+    pub fn graph_nodes(&self, loss: &Tensor) -> Vec<TensorId> {
         let is_leaf = |node: &Tensor| node.is_variable() || self.made.contains_key(&node.id());
-        let own = loss.sorted_nodes().into_iter().filter(|node| !is_leaf(node)).map(Tensor::id);
-        self.nodes.iter().copied().chain(own).collect()
+        let nodes = loss.sorted_nodes();
+        let views: HashSet<_> = views(&nodes).collect();
+        let own = nodes.iter().filter(|node| !is_leaf(node)).map(|node| node.id());
+        let own = own.filter(|id| !views.contains(id));
+        self.nodes.difference(&self.views).copied().chain(own).collect()
     }
 
     /// Computes the gradients of all [`Var`]s and tensors of [`Sources`] that `loss` depends on. If
@@ -424,6 +431,15 @@ impl Stretch {
 fn place(x: &Tensor) -> Option<(*const Storage, (usize, usize))> {
     let (storage, layout) = x.storage_and_layout();
     Some((&raw const *storage, layout.contiguous_offsets()?))
+}
+
+/// The nodes whose elements are those of variables among them.
+fn views<'a>(nodes: &'a [&Tensor]) -> impl Iterator<Item = TensorId> + use<'a> {
+    let storage = |node: &Tensor| &raw const *node.storage_and_layout().0;
+    let variables = nodes.iter().filter(|node| node.is_variable());
+    let of_variables: HashSet<_> = variables.map(|node| storage(node)).collect();
+    let is_view = move |node: &&&Tensor| of_variables.contains(&storage(node));
+    nodes.iter().filter(is_view).map(|node| node.id())
 }
 
 /// Runs candle's backward from a tensor with this gradient, and accumulates the gradients of the

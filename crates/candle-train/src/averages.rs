@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use crate::backward::ParamIndex;
 #[cfg(feature = "cuda")]
 use crate::gpu::OnGpu;
-use crate::variables::Variables;
+use crate::variables::{Variables, is_finite};
 use crate::{Error, Result};
 
 /// Data parallelism for a training loop with any optimizer: every rank has the whole model, and
@@ -211,7 +211,7 @@ impl DataParallel {
         }
         let (mut gradients, mut reported) = (self.gradients.lock(), self.reported.lock());
         for (index, var) in self.vars.iter().enumerate() {
-            if !reported[index] && wanted(&gradients, index) {
+            if !reported[index] && gradients.needs(index) && wanted(&gradients, index) {
                 gradients.ready(index, &var.zeros_like()?)?;
                 reported[index] = true;
             }
@@ -278,9 +278,19 @@ impl DataParallel {
         Ok(())
     }
 
-    /// A copy of the gradient of a variable, after a pass.
-    pub(crate) fn gradient(&self, index: usize) -> Result<Option<Tensor>> {
-        self.gradients.lock().tensor(index, &self.vars[index])
+    /// The name of the first variable with an average that is not finite.
+    pub(crate) fn first_non_finite(&self, grad_scale: f32) -> Result<String> {
+        let gradients = self.gradients.lock();
+        for (index, (name, var)) in self.names.iter().zip(&self.vars).enumerate() {
+            if let Some(gradient) = gradients.tensor(index, var)? {
+                // Unscaled, as the step checks it: that can overflow, too.
+                let unscaled = gradient.to_dtype(DType::F32)?.affine(grad_scale.into(), 0.0)?;
+                if !is_finite(&unscaled)? {
+                    return Ok(name.clone());
+                }
+            }
+        }
+        Ok("?".to_owned())
     }
 
     /// Returns the gradients accumulated since the last call, as new tensors, and clears them.
@@ -398,6 +408,15 @@ impl Gradients {
             Self::Host { .. } => self.slice(index).is_none(),
             #[cfg(feature = "cuda")]
             Self::Device(_) => false,
+        }
+    }
+
+    /// Whether a parameter without a gradient in this pass may get one: the static graph uses it.
+    fn needs(&self, index: usize) -> bool {
+        match self {
+            Self::Host { reducer, .. } => reducer.needs_gradient(index),
+            #[cfg(feature = "cuda")]
+            Self::Device(gradients) => gradients.needs(index),
         }
     }
 

@@ -21,7 +21,7 @@ use train_data::Accumulation;
 use crate::averages::DataParallel;
 use crate::exchange::OpenStep;
 use crate::trainer::{Schedule, Trainer};
-use crate::variables::Variables;
+use crate::variables::{Statistics, Variables};
 use crate::{Error, Result, process};
 
 /// Options of a [`Trainer`].
@@ -227,6 +227,8 @@ impl Builder {
             accumulation: Accumulation::new(self.accumulate),
             pending: 0,
             open: OpenStep::default(),
+            mean_count: None,
+            statistics: Statistics::default(),
             epoch: None,
             schedule: self.schedule,
             base_lrs,

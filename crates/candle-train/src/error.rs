@@ -115,8 +115,8 @@ impl Error {
             }
             Self::Collective(E::Timeout { .. } | E::Mismatch { .. }) => SAME_CALLS,
             Self::Collective(E::PeerDied { .. }) => {
-                "its own error is the cause, or it ended early: every rank has to call `step`, `mean`, `sum`, `save` and \
-                 `resume` equally often, in the same order"
+                "its own error is the cause, or it ended early: every rank has to call `step`, `step_weighted`, `mean`, \
+                 `sum`, `save_with`, `resume_with`, `resume_with_all`, `save` and `resume` equally often, in the same order"
             }
             Self::Candle(error) => match candle_ops::mixed_types_advice(error) {
                 Some(advice) => advice,
@@ -128,4 +128,4 @@ impl Error {
     }
 }
 
-pub(crate) const SAME_CALLS: &str = "every rank has to call `step`, `mean`, `sum`, `save` and `resume` equally often, in the same order";
+pub(crate) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted`, `mean`, `sum`, `save_with`, `resume_with`, `resume_with_all`, `save` and `resume` equally often, in the same order";

@@ -5,7 +5,7 @@
 //! a step does not wait for the other ranks' hosts, it aborts the group.
 //!
 //! Invariant: either all ranks update the variables, with the same factor and hyper-parameters, or
-//! none does.
+//! none does, or the group is aborted.
 
 use collective::object::all_gather_object;
 use fused_optim::{HyperParam, Optimizer};
@@ -14,15 +14,18 @@ use crate::error::SAME_CALLS;
 use crate::{Error, Result, Trainer};
 
 /// Methods that all ranks call together.
-const CALLS: [&str; 6] = ["step", "step_weighted", "mean", "sum", "save", "resume"];
+const CALLS: [&str; 6] = ["step", STEP_WEIGHTED, "mean", "sum", "save", "resume"];
+const STEP_WEIGHTED: &str = "step_weighted";
 
 /// A step of which batches have been trained.
 #[derive(Debug, Default)]
 pub(crate) struct OpenStep {
     /// The method that trains its batches; `None` before the first one.
     pub(crate) call: Option<&'static str>,
-    /// The mean over the ranks of the first batch's count, which gradients are relative to; 0 while
-    /// no rank has counted anything.
+    /// The count that gradients are relative to: the mean over the ranks of the first batch's,
+    /// times the power of two that is closest to the last step's mean. The power keeps gradients in
+    /// the range of `f16` if the first batch is an unusual one, and changes no bit otherwise. 0
+    /// while no rank has counted anything.
     pub(crate) unit: f64,
     /// The sum of this rank's counts.
     pub(crate) count: f64,
@@ -34,14 +37,26 @@ impl Trainer {
     /// Begins a batch of this count: before the first of a step ranks compare their calls and agree
     /// on the unit of counts.
     pub(crate) fn begin_batch(&mut self, call: &'static str, count: f64) -> Result<()> {
+        if self.averages.is_unfinished() {
+            // A batch has panicked.
+            self.drop_gradients();
+            if self.world_size() == 1 {
+                self.open = OpenStep::default();
+            }
+        }
         let is_first = self.open.call.is_none();
         if is_first || self.open.unit == 0.0 {
-            self.open.unit = if self.world_size() > 1 && self.compares(call) {
+            let first = if self.world_size() > 1 && self.compares(call) {
                 let counts = self.compare_calls(call, count.to_bits())?;
                 let sum: f64 = counts.into_iter().map(f64::from_bits).sum();
                 sum / self.world_size() as f64
             } else {
                 count
+            };
+            self.open.unit = match self.mean_count.filter(|_| call == STEP_WEIGHTED && first > 0.0)
+            {
+                Some(mean) => first * 2_f64.powi((mean / first).log2().round() as i32),
+                None => first,
             };
         }
         if is_first {
@@ -51,8 +66,19 @@ impl Trainer {
     }
 
     /// Whether hosts wait for each other in a step.
-    fn compares(&self, call: &str) -> bool {
-        self.device.is_cpu() || call == "step_weighted"
+    pub(crate) fn compares(&self, call: &str) -> bool {
+        self.device.is_cpu() || call == STEP_WEIGHTED
+    }
+
+    /// Returns `result`; an error that is this rank's alone aborts the group, because other ranks
+    /// may have stepped, or wait for this one.
+    pub(crate) fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
+        if let Err(error) = &result
+            && self.world_size() > 1
+        {
+            self.group().abort(first_line(&error.to_string()));
+        }
+        result
     }
 
     /// Compares the ranks' calls, and fails on all ranks if they differ.
@@ -97,7 +123,8 @@ impl Trainer {
 
     /// Ends the batches of a step: returns the sum of the counts over ranks and batches, or an
     /// error on all ranks if a batch failed on one of them, or if their hyper-parameters differ.
-    pub(crate) fn agree(&self) -> Result<f64> {
+    /// `batches` is their number on each rank.
+    pub(crate) fn agree(&mut self, batches: f64) -> Result<f64> {
         let call = self.open.call.unwrap_or("step");
         let ranks = self.world_size();
         let total = match (ranks, self.compares(call)) {
@@ -106,6 +133,9 @@ impl Trainer {
             _ => self.exchange_outcomes()?,
         };
         if total > 0.0 {
+            if call == STEP_WEIGHTED {
+                self.mean_count = Some(total / (batches * ranks as f64));
+            }
             return Ok(total);
         }
         let text =
@@ -114,7 +144,7 @@ impl Trainer {
     }
 
     fn exchange_outcomes(&self) -> Result<f64> {
-        let own = self.hyper_params()?;
+        let own = self.or_abort(self.hyper_params())?;
         let status = [u64::from(self.open.failed.is_some()), self.open.count.to_bits(), hash(&own)];
         let mut all = vec![0_u64; 3 * self.world_size()];
         self.group().all_gather(&mut all, &status)?;
@@ -154,6 +184,11 @@ impl Trainer {
         }
         Ok(all)
     }
+}
+
+/// The error's text without its backtrace.
+pub(crate) fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
 }
 
 /// FNV-1a of the values.

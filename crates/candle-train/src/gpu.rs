@@ -115,6 +115,12 @@ impl GpuBuckets {
         self.reducer.grad(index).map(slice_of)
     }
 
+    /// As [`DeviceReducer::needs_gradient`].
+    #[must_use]
+    pub fn needs_gradient(&self, index: usize) -> bool {
+        self.reducer.needs_gradient(index)
+    }
+
     /// Drops the averages.
     pub fn zero_grad(&mut self) {
         self.reducer.zero_grad();
@@ -172,6 +178,11 @@ impl OnGpu {
                 Ok(())
             }
         }
+    }
+
+    pub(crate) fn needs(&self, index: usize) -> bool {
+        let buckets = self.buckets.as_ref().filter(|_| self.sync);
+        buckets.is_none_or(|buckets| buckets.needs_gradient(index))
     }
 
     pub(crate) fn finish(&mut self) -> Result<()> {

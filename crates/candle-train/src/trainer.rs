@@ -17,16 +17,16 @@ use train_data::{Accumulation, BatchRole};
 
 use crate::age::check_age;
 use crate::averages::{DataParallel, View};
-use crate::exchange::OpenStep;
+use crate::exchange::{OpenStep, first_line};
 use crate::state::Places;
-use crate::variables::Variables;
+use crate::variables::{Statistics, Variables, is_finite};
 use crate::{Error, Result};
 
 /// Trains a model's variables, with all parts of a training loop. Built by [`Trainer::builder`].
 ///
 /// Every rank must call [`step`](Self::step) (or [`step_weighted`](Self::step_weighted)),
-/// [`mean`](Self::mean), [`sum`](Self::sum),
-/// [`save`](Self::save) and [`resume`](Self::resume) in the same order. On the CPU ranks compare
+/// [`mean`](Self::mean), [`sum`](Self::sum), [`save`](Self::save) and [`resume`](Self::resume), or
+/// their forms with data, in the same order. On the CPU ranks compare
 /// these calls, and an error names those that differ; on GPUs, where a step does not wait for the
 /// other ranks' hosts, the error comes with the group's timeout.
 pub struct Trainer {
@@ -47,6 +47,9 @@ pub struct Trainer {
     pub(crate) pending: usize,
     /// The step of these batches.
     pub(crate) open: OpenStep,
+    /// The mean count of a batch in the last step of [`step_weighted`](Self::step_weighted).
+    pub(crate) mean_count: Option<f64>,
+    pub(crate) statistics: Statistics,
     /// The number of batches in the epoch and of those already trained, after a call of
     /// [`batches`](Self::batches).
     pub(crate) epoch: Option<(usize, usize)>,
@@ -96,9 +99,11 @@ impl Trainer {
     ///
     /// After an error no variable has changed, and the statistics of norm layers are as before the
     /// batch. It counts as one of the epoch's batches, but the gradients of its step so far are
-    /// dropped: the step's other batches make one of full strength. On several ranks an error of
-    /// one is an error on all, at the latest in the step's last batch. After a failure of the
-    /// process group, and on several GPUs after any error, all later calls fail.
+    /// dropped. On one rank the step's other batches make one of full strength. On several ranks
+    /// all drop the whole step: its last batch is an error on all, also on the rank that has failed
+    /// in an earlier batch. After a failure of the process group, an update that fails (other than
+    /// by [`Error::NonFinite`]), and on several GPUs after any error, all later calls fail, and
+    /// other ranks may have taken the step.
     pub fn step(
         &mut self,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
@@ -155,24 +160,28 @@ impl Trainer {
     ) -> Result<Tensor> {
         self.begin_batch(call, count)?;
         let role = self.next_batch();
-        let mut statistics = Vec::new();
-        let own = self.variables.copy_buffers(&mut statistics);
-        let own = own.and_then(|()| self.pass((call, count), role, forward));
-        let ended = self.end_batch(count, role, own);
-        let ended = ended.and_then(|(loss, applied)| {
-            self.restore_lost(&statistics, applied)?;
-            if applied.is_some() {
-                // After the step and not before the next one: an evaluation, and a run resumed from
-                // what rank 0 saves, have the same statistics on all ranks.
-                self.variables.broadcast_buffers(self.averages.group())?;
-            }
+        self.statistics.begin();
+        let own = self.pass((call, count), role, forward);
+        let ended = self.end_batch(count, role, own).and_then(|(loss, applied)| {
+            self.or_abort(self.end_statistics(applied))?;
             Ok(loss.detach())
         });
         if ended.is_err() {
             // The batch's own error is returned.
-            let _ = self.variables.restore_buffers(&statistics);
+            let _ = self.statistics.restore(&self.variables.buffers, |_| Ok(true));
         }
         ended
+    }
+
+    /// Restores statistics that are lost; after a step broadcasts those of rank 0.
+    fn end_statistics(&self, applied: Option<Applied>) -> Result<()> {
+        self.restore_lost(applied)?;
+        match applied {
+            // After the step and not before the next one: an evaluation, and a run resumed from
+            // what rank 0 saves, have the same statistics on all ranks.
+            Some(_) => self.variables.broadcast_buffers(self.averages.group()),
+            None => Ok(()),
+        }
     }
 
     /// The role of the next batch, which counts as one of the epoch also if it fails. After an
@@ -196,12 +205,12 @@ impl Trainer {
         role: BatchRole,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
-        if self.averages.is_unfinished() {
-            // A batch has panicked.
-            self.drop_gradients();
-        }
         self.averages.prepare(role.steps)?;
-        self.check_whole()?;
+        self.statistics.copy(&self.variables.buffers)?;
+        // Once a step: it looks up each variable.
+        if self.pending == 0 || self.torn.is_some() {
+            self.check_whole()?;
+        }
         let refused = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
         if self.open.call != Some(call) {
             return refused("`step` and `step_weighted` were called for batches of one step");
@@ -226,7 +235,8 @@ impl Trainer {
             );
         }
         if count == 0.0 {
-            // The loss may be NaN, and so would be its gradients times 0.
+            // The loss may be NaN, and so would be its gradients times 0, and statistics.
+            self.statistics.restore(&self.variables.buffers, |_| Ok(true))?;
             return Ok(loss);
         }
         let factor = f64::from(self.scaler.scale()) / role.divisor * (count / self.open.unit);
@@ -240,7 +250,7 @@ impl Trainer {
     }
 
     /// Ends a batch, and runs the optimizer step if it is due. After an error the gradients of the
-    /// step so far are dropped; its other batches make a step of full strength.
+    /// step so far are dropped; on one rank its other batches make a step of full strength.
     fn end_batch(
         &mut self,
         count: f64,
@@ -259,7 +269,7 @@ impl Trainer {
             }
             Err(error) if self.world_size() > 1 => {
                 let text = error.to_string();
-                let reason = text.lines().next().unwrap_or_default();
+                let reason = first_line(&text);
                 if !self.device.is_cpu() {
                     self.group().abort(reason);
                 }
@@ -286,18 +296,24 @@ impl Trainer {
     ) -> Result<Option<Applied>> {
         if role.steps && !has_gradients {
             // The other ranks wait for this one's gradients.
-            self.averages.fill()?;
+            self.or_abort(self.averages.fill())?;
         }
-        self.averages.finish()?;
-        if !role.steps || (!is_ok && self.world_size() == 1) {
+        let finished = self.averages.finish();
+        self.or_abort(finished)?;
+        let tells = self.world_size() > 1 && self.compares(self.open.call.unwrap_or("step"));
+        if !role.steps || (!is_ok && !tells) {
             return Ok(None);
         }
-        let total = self.agree()?;
-        self.update(role.divisor, total).map(Some)
+        let total = self.agree(role.divisor)?;
+        match self.update(role.divisor, total) {
+            // All ranks have it.
+            Err(error @ Error::NonFinite { .. }) => Err(error),
+            updated => self.or_abort(updated).map(Some),
+        }
     }
 
     /// Drops the gradients of the batches since the last step.
-    fn drop_gradients(&mut self) {
+    pub(crate) fn drop_gradients(&mut self) {
         self.averages.zero_grad();
         self.pending = 0;
         self.open.count = 0.0;
@@ -346,20 +362,14 @@ impl Trainer {
 
     /// In mixed precision, restores the statistics after a batch whose step was skipped, and those
     /// of an earlier batch of the step that are not finite.
-    fn restore_lost(&self, copies: &[Tensor], applied: Option<Applied>) -> Result<()> {
+    fn restore_lost(&self, applied: Option<Applied>) -> Result<()> {
         if !self.is_mixed {
             return Ok(());
         }
-        for ((_, var), copy) in self.variables.buffers.iter().zip(copies) {
-            let is_lost = match applied {
-                Some(applied) => applied == Applied::SkippedNonFinite,
-                None => !is_finite(var)?,
-            };
-            if is_lost {
-                var.set(copy)?;
-            }
-        }
-        Ok(())
+        self.statistics.restore(&self.variables.buffers, |var| match applied {
+            Some(applied) => Ok(applied == Applied::SkippedNonFinite),
+            None => Ok(!is_finite(var)?),
+        })
     }
 
     /// Sets the learning rates of the next step by the schedule.
@@ -394,7 +404,7 @@ impl Trainer {
         let floor = self.scaler.update(is_skipped).err();
         if floor.is_some() || self.skips >= self.max_consecutive_skips {
             return Err(Error::NonFinite {
-                parameter: self.first_non_finite(grad_scale)?,
+                parameter: self.averages.first_non_finite(grad_scale)?,
                 skips: self.skips,
                 scale,
                 floor,
@@ -403,26 +413,12 @@ impl Trainer {
         Ok(applied)
     }
 
-    /// The name of the first parameter with an average that is not finite.
-    fn first_non_finite(&self, grad_scale: f32) -> Result<String> {
-        for (index, (name, _)) in self.variables.params.iter().enumerate() {
-            if let Some(gradient) = self.averages.gradient(index)? {
-                // Unscaled, as the step checks it: that can overflow, too.
-                let unscaled = gradient.to_dtype(DType::F32)?.affine(grad_scale.into(), 0.0)?;
-                if !is_finite(&unscaled)? {
-                    return Ok(name.clone());
-                }
-            }
-        }
-        Ok("?".to_owned())
-    }
-
     /// Runs a forward pass for evaluation: without dropout, under the same autocast, so results may
     /// be in half precision. Norm layers are switched to evaluation by their own flag
     /// (`forward_t(x, false)`). If the optimizer evaluates
     /// [other weights](Optimizer::has_eval_weights) than it trains, as
     /// [`ScheduleFreeAdamW`](fused_optim::ScheduleFreeAdamW) does, the variables have them
-    /// meanwhile.
+    /// meanwhile. They are computed in each call: run a whole evaluation in one.
     ///
     /// # Panics
     ///
@@ -573,15 +569,6 @@ impl Trainer {
     pub fn optimizer(&mut self) -> &mut VarOptimizer<Box<dyn Optimizer>> {
         &mut self.optimizer
     }
-}
-
-fn is_finite(var: &Tensor) -> Result<bool> {
-    if !var.dtype().is_float() {
-        return Ok(true);
-    }
-    // Infinity and NaN times 0 are NaN.
-    let sum = var.to_dtype(DType::F32)?.affine(0.0, 0.0)?.sum_all()?.to_scalar::<f32>()?;
-    Ok(sum == 0.0)
 }
 
 impl fmt::Debug for Trainer {

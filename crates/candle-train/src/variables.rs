@@ -75,20 +75,61 @@ impl Variables {
         let mut by_type = self.buffers.chunk_by(|(_, a), (_, b)| a.dtype() == b.dtype());
         by_type.try_for_each(|alike| broadcast(alike, group))
     }
+}
 
-    /// Appends copies of the statistics of norm layers.
-    pub(crate) fn copy_buffers(&self, copies: &mut Vec<Tensor>) -> Result<()> {
-        for (_, var) in &self.buffers {
-            copies.push(var.as_detached_tensor().copy()?);
+/// The statistics of norm layers as they were before a batch. Their memory is used again for each
+/// batch.
+#[derive(Debug, Default)]
+pub(crate) struct Statistics {
+    copies: Vec<Var>,
+    /// Whether the copies are of the present batch.
+    is_complete: bool,
+}
+
+impl Statistics {
+    /// Forgets the copies of an earlier batch.
+    pub(crate) fn begin(&mut self) {
+        self.is_complete = false;
+    }
+
+    /// Copies the statistics.
+    pub(crate) fn copy(&mut self, buffers: &[(String, Var)]) -> Result<()> {
+        for (index, (_, var)) in buffers.iter().enumerate() {
+            match self.copies.get(index) {
+                Some(copy) => copy.set(&var.as_detached_tensor())?,
+                None => self.copies.push(Var::from_tensor(&var.as_detached_tensor())?),
+            }
         }
+        self.is_complete = true;
         Ok(())
     }
 
-    /// Restores copies of [`copy_buffers`](Self::copy_buffers).
-    pub(crate) fn restore_buffers(&self, copies: &[Tensor]) -> Result<()> {
-        let mut buffers = self.buffers.iter().zip(copies);
-        Ok(buffers.try_for_each(|((_, var), copy)| var.set(copy))?)
+    /// Restores those for which `is_lost` returns true, if they were copied in this batch.
+    pub(crate) fn restore(
+        &self,
+        buffers: &[(String, Var)],
+        is_lost: impl Fn(&Var) -> Result<bool>,
+    ) -> Result<()> {
+        if !self.is_complete {
+            return Ok(());
+        }
+        for ((_, var), copy) in buffers.iter().zip(&self.copies) {
+            if is_lost(var)? {
+                var.set(copy)?;
+            }
+        }
+        Ok(())
     }
+}
+
+/// Whether all elements are finite; integers are.
+pub(crate) fn is_finite(var: &Tensor) -> Result<bool> {
+    if !var.dtype().is_float() {
+        return Ok(true);
+    }
+    // Infinity and NaN times 0 are NaN.
+    let sum = var.to_dtype(DType::F32)?.affine(0.0, 0.0)?.sum_all()?.to_scalar::<f32>()?;
+    Ok(sum == 0.0)
 }
 
 /// Broadcasts the values of rank 0 of these variables, which have the same type, by one call.

@@ -58,6 +58,9 @@ struct Progress {
     scaler: Option<ScalerState>,
     /// The learning rates by parameter group, before the schedule's factors.
     base_lrs: Vec<f64>,
+    /// The mean count of a batch in the last step whose batches have counts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mean_count: Option<f64>,
     /// The number of random words drawn by dropout, by rank.
     random_positions: Vec<u64>,
     /// Absent in format 1.

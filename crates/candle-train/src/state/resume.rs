@@ -306,6 +306,7 @@ impl Trainer {
         self.steps = progress.steps;
         self.skips = 0;
         self.base_lrs = progress.base_lrs;
+        self.mean_count = progress.mean_count;
         self.scaler = scaler;
         Ok(own)
     }

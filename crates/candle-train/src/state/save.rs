@@ -215,6 +215,7 @@ impl Trainer {
             seed: Some(self.seed),
             scaler: self.scaler.state_dict(),
             base_lrs: self.base_lrs.clone(),
+            mean_count: self.mean_count,
             random_positions: parts.iter().map(|part| part.random_position).collect(),
             optimizer: Some(layout),
             own: Vec::new(),

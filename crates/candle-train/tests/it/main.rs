@@ -9,6 +9,7 @@ mod collector;
 mod errors;
 mod eval_weights;
 mod examples;
+mod failures;
 mod order;
 mod recovery;
 mod refusals;

@@ -4,6 +4,7 @@
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use amp::{Autocast, DType, LossScaler, LossScalerOptions};
@@ -161,10 +162,10 @@ impl Builder {
     ///
     /// # Errors
     ///
-    /// The first option or hyper-parameter that differs between ranks; a [`frozen`](Self::frozen)
-    /// pattern that matches no variable; hyper-parameters out of range; variables on several
-    /// devices or of types other than `f32`, `f16` and `bf16`; ranks that did not join, or have
-    /// other variables.
+    /// On all ranks, the first option or hyper-parameter that differs between them, and an error of
+    /// one rank: a [`frozen`](Self::frozen) pattern that matches no variable; hyper-parameters out
+    /// of range; variables on several devices or of types other than `f32`, `f16` and `bf16`. Ranks
+    /// that did not join, or have other variables.
     pub fn build<H: Rule>(self, hyper: H) -> Result<Trainer> {
         self.build_with(|variables, device| hyper.optimizer(variables, device))
     }
@@ -180,33 +181,21 @@ impl Builder {
         make: impl FnOnce(&[candle_core::Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
     ) -> Result<Trainer> {
         process::keep_freed_memory();
-        let variables = Variables::of(&self.vars, &self.frozen)?;
-        let device = variables.params[0].1.device().clone();
-        let vars: Vec<_> = variables.params.iter().map(|(_, var)| var.clone()).collect();
-        let optimizer = make(&vars, &device)?;
-        check_groups(&variables, &*optimizer)?;
-        let (every, max_skips) = (self.accumulate, self.max_consecutive_skips);
-        if every == 0 || max_skips == 0 {
-            let text = "`accumulate` and `max_consecutive_skips` must be at least 1";
-            return Err(Error::InvalidArgument(text.to_owned()));
-        }
-        let groups = 0..optimizer.group_count();
-        let base_lrs = groups.map(|group| optimizer.lr(group)).collect::<Result<_, _>>()?;
-        let scaler = match (self.scaler, self.half) {
-            (Some(scaler), _) => scaler,
-            (None, Some(DType::F16)) => LossScaler::new(LossScalerOptions::default())?,
-            (None, _) => LossScaler::disabled(),
+        let own = self.prepare(make);
+        // A rank that has failed joins as well: the others wait for it.
+        let group = match (&self.group, &own) {
+            (Some(group), _) => Ok(group.clone()),
+            (None, Ok(own)) => join(&own.device),
+            (None, Err(_)) => join(&first_device(&self.vars)),
         };
-        let group = self.group.map_or_else(|| join(&device), Ok)?;
-        let (half, clip) = (self.half, self.clip);
-        let hyper = optimizer.state_dict()?.param_groups;
-        let kind = optimizer.kind();
-        let options = [
-            format!("precision {half:?}, clip {clip:?}, accumulate {every}, seed {}", self.seed),
-            format!("loss scale {:?}, max_consecutive_skips {max_skips}", scaler.state_dict()),
-            format!("optimizer {kind} {hyper}"),
-        ];
-        check_alike(&group, &options)?;
+        let (own, group) = match (own, group) {
+            (Err(error), Err(_)) => return Err(error),
+            (own, group) => (own, group?),
+        };
+        let options = own.as_ref().map(|own| own.options.clone()).map_err(ToString::to_string);
+        let compared = check_alike(&group, &options);
+        let Prepared { variables, device, optimizer, base_lrs, scaler, .. } = own?;
+        compared?;
         let averages = DataParallel::of(&variables, group, self.reducer)?;
         if averages.keeps_memory() {
             let text = "PowerSGD is not supported: its memory would be neither rescaled nor saved";
@@ -234,12 +223,56 @@ impl Builder {
             base_lrs,
             steps: 0,
             skips: 0,
-            max_consecutive_skips: max_skips,
+            max_consecutive_skips: self.max_consecutive_skips,
             seed: self.seed,
             saves: RefCell::default(),
             torn: None,
         })
     }
+
+    /// Checks this rank's options, and makes the optimizer.
+    fn prepare(
+        &self,
+        make: impl FnOnce(&[candle_core::Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
+    ) -> Result<Prepared> {
+        let variables = Variables::of(&self.vars, &self.frozen)?;
+        let device = variables.params[0].1.device().clone();
+        let vars: Vec<_> = variables.params.iter().map(|(_, var)| var.clone()).collect();
+        let optimizer = make(&vars, &device)?;
+        check_groups(&variables, &*optimizer)?;
+        let (every, max_skips) = (self.accumulate, self.max_consecutive_skips);
+        if every == 0 || max_skips == 0 {
+            let text = "`accumulate` and `max_consecutive_skips` must be at least 1";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
+        let groups = 0..optimizer.group_count();
+        let base_lrs = groups.map(|group| optimizer.lr(group)).collect::<Result<_, _>>()?;
+        let scaler = match (&self.scaler, self.half) {
+            (Some(scaler), _) => scaler.clone(),
+            (None, Some(DType::F16)) => LossScaler::new(LossScalerOptions::default())?,
+            (None, _) => LossScaler::disabled(),
+        };
+        let (half, clip) = (self.half, self.clip);
+        let hyper = optimizer.state_dict()?.param_groups;
+        let kind = optimizer.kind();
+        let options = [
+            format!("precision {half:?}, clip {clip:?}, accumulate {every}, seed {}", self.seed),
+            format!("loss scale {:?}, max_consecutive_skips {max_skips}", scaler.state_dict()),
+            format!("optimizer {kind} {hyper}"),
+        ];
+        Ok(Prepared { variables, device, optimizer, base_lrs, scaler, options })
+    }
+}
+
+/// A rank's parts of a trainer, before ranks compare their options.
+struct Prepared {
+    variables: Variables,
+    device: Device,
+    optimizer: Box<dyn Optimizer>,
+    base_lrs: Vec<f64>,
+    scaler: LossScaler,
+    /// Must be equal on all ranks.
+    options: [String; 3],
 }
 
 impl fmt::Debug for Builder {
@@ -365,9 +398,21 @@ fn check_groups(variables: &Variables, optimizer: &dyn Optimizer) -> Result<()> 
     )))
 }
 
-/// Compares the options of all ranks.
-fn check_alike(group: &ProcessGroup, own: &[String; 3]) -> Result<()> {
-    let all = all_gather_object(group, own)?;
+/// Device of a variable of a map in which there may be several, or none.
+fn first_device(vars: &VarMap) -> Device {
+    let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
+    vars.values().next().map_or(Device::Cpu, |var| var.device().clone())
+}
+
+/// Compares the options of all ranks. If one has failed, all have its reason.
+fn check_alike(group: &ProcessGroup, own: &Result<[String; 3], String>) -> Result<()> {
+    let named = |(rank, options): (usize, Result<[String; 3], String>)| {
+        options.map_err(|reason| {
+            Error::InvalidArgument(format!("rank {rank} cannot build its trainer: {reason}"))
+        })
+    };
+    let all = all_gather_object(group, own)?.into_iter().enumerate().map(named);
+    let all = all.collect::<Result<Vec<_>>>()?;
     for (rank, other) in all.iter().enumerate() {
         if let Some((first, other)) = all[0].iter().zip(other).find(|(first, other)| first != other)
         {

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::VarMap;
 use candle_train::{SgdHyper, Trainer};
 
 use super::recovery::{alone, loss, model, sgd, value};
@@ -35,6 +36,36 @@ fn ranks_with_other_rates_are_named_in_the_same_step() {
         assert!(schedules.contains("rank 2 learning rate 0.5"), "{schedules}");
         assert!(set.contains("rank 1") && set.contains("weight decay 0.25"), "{set}");
     }
+}
+
+#[test]
+fn a_rank_that_cannot_build_its_trainer_is_an_error_on_all() {
+    let hyper = SgdHyper { lr: 1.0, ..SgdHyper::default() };
+    let builds = |kind: usize, is_bad: bool, group| {
+        let (vars, _all) = model(&["w"]);
+        let vars = if is_bad && kind == 3 { VarMap::new() } else { vars };
+        let builder = Trainer::builder(&vars).group(group);
+        match kind {
+            _ if !is_bad => builder.build(hyper),
+            0 => builder.frozen(["head.*"]).build(hyper),
+            1 => builder.accumulate(0).build(hyper),
+            2 => builder.build(SgdHyper { lr: -1.0, ..hyper }),
+            _ => builder.build(hyper),
+        }
+    };
+    let errors = ranks(2, |group| {
+        let errors = [0, 1, 2, 3].map(|kind| {
+            let built = builds(kind, group.rank() == 1, group.clone());
+            built.map(drop).unwrap_err().to_string()
+        });
+        builds(0, false, group).unwrap();
+        errors
+    });
+    for (first, second) in errors[0].iter().zip(&errors[1]) {
+        assert!(first.contains("rank 1 cannot build its trainer"), "{first}");
+        assert!(first.contains(second.as_str()), "{first}: {second}");
+    }
+    assert!(errors[1][0].contains("head.*"), "{errors:?}");
 }
 
 #[test]

@@ -3,9 +3,9 @@
 //! A new file is written beside the last one, in `.NAME.PID-COUNT.new`, and renamed. Meanwhile, and
 //! until another place is saved to, this process holds a lock (`flock`) on `.NAME.lock`, which
 //! names it; the operating system releases it when the process ends, however it ends. Hence a new
-//! file found under the lock was left by a process that was killed, and is removed. On a file system
-//! without locks such a file stays. There, and between two runs that do not overlap, a run still
-//! notices that the file is not the one which it has read or written.
+//! file found under the lock was left by a process that was killed, and is removed. It stays on a
+//! file system without locks. There, and between two runs that do not overlap, a run still notices
+//! that the file is not the one which it has read or written.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -311,7 +311,7 @@ impl Lock {
         Ok(lock)
     }
 
-    /// Opens and locks a file. Where locks are not supported, no new file stays.
+    /// Opens and locks a file. No new file stays if locks are not supported.
     fn open(path: &Path) -> Result<File, TryLockError> {
         let options = File::options().read(true).write(true).clone();
         let new = options.clone().create_new(true).open(path);

@@ -75,7 +75,7 @@ pub(super) struct Status {
     requested: Vec<Save>,
     /// Iteration of the newest checkpoint that the run can resume from.
     pub(super) resumable: Option<usize>,
-    /// That checkpoint.
+    /// Path of that checkpoint.
     pub(super) good: Option<PathBuf>,
     /// Iteration of the first checkpoint since then that was not saved, because the model was not
     /// finite.

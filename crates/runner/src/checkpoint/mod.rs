@@ -37,8 +37,8 @@ pub(crate) use self::files::{
     aside, check_name, check_outside, is_full, remove, remove_leftovers, write_output,
 };
 use self::files::{crc32, file_meta, seal, write_dir, write_file, write_synced};
-pub(crate) use self::find::of_another_run;
 pub use self::find::{Found, newest};
+pub(crate) use self::find::{is_file, of_another_run};
 pub(crate) use self::lock::WorkDirLock;
 pub use self::position::{Begun, Position, Waiting};
 pub use self::read::load;
@@ -544,7 +544,7 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
     let model = read_whole(&from, &meta, MODEL)?;
     let published = format!("{name}-{:08x}", crc32(&model));
     let has = |key: &str| keys.iter().any(|k| k == key);
-    let optimizer = has("optimizer") && from.join(OPTIMIZER).is_file();
+    let optimizer = has("optimizer") && meta.files.iter().any(|file| file.name == OPTIMIZER);
     let optimizer = optimizer.then(|| read_whole(&from, &meta, OPTIMIZER)).transpose()?;
     let loss_scaler = meta.loss_scaler;
     let lora = meta.lora.clone();
@@ -1005,11 +1005,36 @@ mod tests {
         // A loop of links is neither a file nor its absence.
         let dir = tempfile::tempdir().unwrap();
         save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
-        fs::create_dir(dir.path().join("b")).unwrap();
-        std::os::unix::fs::symlink(STATE, dir.path().join("b").join(STATE)).unwrap();
-        fs::remove_file(dir.path().join(LAST)).unwrap();
-        let said = reason(newest(dir.path()));
-        assert!(said.contains("cannot read ") && said.contains("/b/state.json"), "{said}");
+        for name in ["epoch_2", "iter_7", "best_acc_epoch_1", ".epoch_3.old"] {
+            let at = dir.path().join(name);
+            fs::create_dir(&at).unwrap();
+            std::os::unix::fs::symlink(STATE, at.join(STATE)).unwrap();
+            let said = reason(newest(dir.path()));
+            let file = format!("/{name}/state.json");
+            assert!(said.contains("cannot read ") && said.contains(&file), "{said}");
+            fs::remove_dir_all(at).unwrap();
+        }
+    }
+
+    #[test]
+    fn directory_that_is_no_checkpoint_and_cannot_be_read_is_skipped() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["lost+found", "epoch_notes"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+            std::os::unix::fs::symlink(STATE, dir.path().join(name).join(STATE)).unwrap();
+        }
+        let mut unread = Vec::new();
+        let other =
+            of_another_run(dir.path(), None, &mut |why| unread.push(why.to_owned())).unwrap();
+        assert_eq!((other, unread.len()), (None, 2), "{unread:?}");
+        assert!(unread.iter().any(|why| why.contains("lost+found/state.json")), "{unread:?}");
+        let path = save(dir.path(), "a", &mut engine(), contents(Vec::new())).unwrap();
+        let found = newest(dir.path()).unwrap();
+        assert_eq!((found.path, found.skipped.len(), found.unread.len()), (Some(path), 0, 2));
+        // A checkpoint with a name of its own counts if `last_checkpoint` names it.
+        fs::write(dir.path().join(LAST), "lost+found").unwrap();
+        assert!(reason(newest(dir.path())).contains("lost+found/state.json"));
+        assert!(of_another_run(dir.path(), None, &mut |_| {}).is_err());
     }
 
     #[test]

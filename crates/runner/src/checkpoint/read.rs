@@ -7,6 +7,7 @@ use fused_optim::StateDict;
 use serde_json::Value;
 
 use super::files::{check_seal, crc32, file_meta};
+use super::find::is_file;
 use super::{Checkpoint, FORMAT, MODEL, Meta, OPTIMIZER, STATE};
 use crate::model::LoraOptions;
 use crate::optim_wrapper::OptimWrapperState;
@@ -74,10 +75,15 @@ fn read_state(path: &Path) -> Result<(Meta, u32), Fault> {
 }
 
 /// Returns the LoRA options of the checkpoint in the directory, of any format, without verifying
-/// it.
-pub(crate) fn lora_options(path: &Path) -> Option<LoraOptions> {
-    let state = serde_json::from_slice::<Value>(&fs::read(path.join(STATE)).ok()?).ok()?;
-    serde_json::from_value(state.get("lora")?.clone()).ok()
+/// it; `None` if it has none, or if there is no checkpoint.
+pub(crate) fn lora_options(path: &Path) -> Result<Option<LoraOptions>> {
+    if !is_file(&path.join(STATE))? {
+        return Ok(None);
+    }
+    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, &e))?;
+    let state: Value = serde_json::from_slice(&state).map_err(|e| damaged(path, STATE, e))?;
+    let lora = state.get("lora").cloned().unwrap_or_default();
+    serde_json::from_value(lora).map_err(|e| damaged(path, STATE, format!("lora: {e}")))
 }
 
 /// Reads a checkpoint and verifies every file against the recorded checksum.

@@ -81,9 +81,14 @@ impl LoadOptions {
         let specs = specs(engine);
         let wanted: Vec<_> = specs.iter().map(|spec| (&*spec.name, &*spec.shape)).collect();
         let mut fit = weights.fit(&wanted);
-        let strict = self.strict.unwrap_or_else(|| {
-            file.ends_with(checkpoint::MODEL) && file.with_file_name("state.json").exists()
-        });
+        let strict = match self.strict {
+            Some(strict) => strict,
+            None if !file.ends_with(checkpoint::MODEL) => false,
+            None => {
+                let state = file.with_file_name("state.json");
+                checkpoint::is_file(&state).map_err(|e| e.to_string())?
+            }
+        };
         match &fit.report {
             report if report.used == 0 => Err(format!("contains no tensor of the model: {report}")),
             report if strict && !report.is_exact() => Err(format!(
@@ -122,8 +127,8 @@ impl LoadOptions {
             count_converted(&mut converted, &weights.view(*source)?, spec)?;
             has_adapters |= checkpoint::ADAPTER.iter().any(|end| spec.name.ends_with(end));
         }
-        let saved = lora_options_of(file).filter(|_| has_adapters);
-        if let (Some(saved), Some(own)) = (saved, lora)
+        if let Some(own) = lora.filter(|_| has_adapters)
+            && let Some(saved) = lora_options_of(file)?
             && let Some(difference) = saved.difference(own, false)
         {
             return Err(trained_with(&difference));
@@ -141,16 +146,35 @@ impl LoadOptions {
 }
 
 /// Returns the LoRA options of the adapters in a file, recorded beside it: in the `state.json` of a
-/// checkpoint, or in PEFT's `adapter_config.json`.
-fn lora_options_of(file: &Path) -> Option<LoraOptions> {
-    let dir = file.parent()?;
-    checkpoint::lora_options(dir).or_else(|| {
-        let text = std::fs::read(dir.join("adapter_config.json")).ok()?;
-        let config: Value = serde_json::from_slice(&text).ok()?;
-        let rank = usize::try_from(config["r"].as_u64()?).ok()?;
-        let alpha = config["lora_alpha"].as_f64()?;
-        Some(LoraOptions { rank, alpha, dropout: 0.0, targets: Vec::new() })
-    })
+/// checkpoint, or in PEFT's `adapter_config.json`. The error text is the reason why these cannot be
+/// read, or are of adapters that compute something else than this crate's.
+fn lora_options_of(file: &Path) -> Result<Option<LoraOptions>, String> {
+    let dir = file.parent().unwrap_or_else(|| Path::new(""));
+    if let Some(saved) = checkpoint::lora_options(dir).map_err(|e| e.to_string())? {
+        return Ok(Some(saved));
+    }
+    let path = dir.join("adapter_config.json");
+    let fail = |why: String| format!("{}: {why}", path.display());
+    let text = match std::fs::read(&path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(fail(e.to_string())),
+    };
+    let config: Value = serde_json::from_slice(&text).map_err(|e| fail(e.to_string()))?;
+    for key in ["use_rslora", "use_dora", "alpha_pattern", "rank_pattern"] {
+        let value = &config[key];
+        if value == true || value.as_object().is_some_and(|patterns| !patterns.is_empty()) {
+            return Err(fail(format!(
+                "`{key}` = {value} is not supported: adapters have one rank and the scale alpha / rank here; merge \
+                 them into the weights (PEFT's `merge_and_unload`) and load these"
+            )));
+        }
+    }
+    let rank = config["r"].as_u64().and_then(|rank| usize::try_from(rank).ok());
+    let (Some(rank), Some(alpha)) = (rank, config["lora_alpha"].as_f64()) else {
+        return Err(fail("has no numbers `r` and `lora_alpha`".to_owned()));
+    };
+    Ok(Some(LoraOptions { rank, alpha, dropout: 0.0, targets: Vec::new() }))
 }
 
 fn trained_with(difference: &str) -> String {
@@ -325,5 +349,42 @@ impl Runner {
             text += &format!(", {tensors} tensors of {from:?} converted to {to:?}");
         }
         self.logger().info(&text);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adapters_with_other_scales_or_unreadable_options_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("adapter_model.safetensors");
+        assert_eq!(lora_options_of(&file), Ok(None));
+        let config = dir.path().join("adapter_config.json");
+        let plain = r#""r": 8, "lora_alpha": 16, "alpha_pattern": {}, "use_dora": false"#;
+        std::fs::write(&config, format!("{{ {plain} }}")).unwrap();
+        let options = lora_options_of(&file).unwrap().unwrap();
+        assert_eq!((options.rank, options.alpha), (8, 16.0));
+        for (extra, says) in [
+            (r#""use_rslora": true"#, "`use_rslora` = true is not supported"),
+            (r#""use_dora": true"#, "`use_dora` = true is not supported"),
+            (r#""alpha_pattern": { "q": 4 }"#, "`alpha_pattern` = {\"q\":4} is not supported"),
+            (r#""rank_pattern": { "q": 4 }"#, "`rank_pattern` = {\"q\":4} is not supported"),
+            (r#""r": null"#, "has no numbers `r`"),
+            ("damaged", "adapter_config.json: "),
+        ] {
+            std::fs::write(&config, format!("{{ {plain}, {extra} }}")).unwrap();
+            let why = lora_options_of(&file).unwrap_err();
+            assert!(why.contains(says), "{why}");
+        }
+        // A checkpoint's state that cannot be read.
+        std::fs::write(&config, format!("{{ {plain} }}")).unwrap();
+        let state = dir.path().join("state.json");
+        std::fs::write(&state, "{ damaged").unwrap();
+        assert!(lora_options_of(&file).unwrap_err().contains("state.json"));
+        std::fs::remove_file(&state).unwrap();
+        std::os::unix::fs::symlink("state.json", &state).unwrap();
+        assert!(lora_options_of(&file).unwrap_err().contains("state.json"));
     }
 }

@@ -67,8 +67,8 @@ impl Runner {
     }
 
     /// Returns a checkpoint in the work directory, unless this run resumes from there.
-    fn find_other_run(&self) -> Result<Option<PathBuf>> {
-        let work_dir = self.work_dir();
+    fn find_other_run(&mut self) -> Result<Option<PathBuf>> {
+        let work_dir = &self.work_dir().to_owned();
         let origin = match &self.start.load_from {
             None if self.start.resume => return Ok(None),
             Some(path) if self.start.resume => resolve(path),
@@ -78,7 +78,12 @@ impl Runner {
             |path: &PathBuf| path.parent().map(Path::to_owned) == canonicalize(work_dir).ok();
         match origin {
             Some(path) if is_inside(&path) => Ok(None),
-            origin => checkpoint::of_another_run(work_dir, origin.as_deref()),
+            origin => {
+                let logger = self.logger();
+                checkpoint::of_another_run(work_dir, origin.as_deref(), &mut |why| {
+                    logger.warning(why);
+                })
+            }
         }
     }
 
@@ -94,6 +99,7 @@ impl Runner {
         for skipped in &found.skipped {
             self.logger().warning(&format!("skipping a checkpoint: {skipped}"));
         }
+        found.unread.iter().for_each(|unread| self.logger().warning(unread));
         Ok(found)
     }
 
@@ -101,13 +107,13 @@ impl Runner {
         let newest = checkpoint::newest(self.output.work_dir())?;
         let Some(from) = self.start.load_from.clone() else { return Ok(newest) };
         match newest {
-            Found { path: Some(path), skipped, .. } if is_begun_with(&path, &from) => {
+            Found { path: Some(path), skipped, unread, .. } if is_begun_with(&path, &from) => {
                 let (path_text, from) = (path.display(), from.display());
                 let text = format!("resuming from {path_text}, of the run that began with {from}");
                 self.logger().info(&text);
-                Ok(Found { path: Some(path), skipped, ..Found::default() })
+                Ok(Found { path: Some(path), skipped, unread, ..Found::default() })
             }
-            _ => Ok(Found { path: Some(from), ..Found::default() }),
+            Found { unread, .. } => Ok(Found { path: Some(from), unread, ..Found::default() }),
         }
     }
 

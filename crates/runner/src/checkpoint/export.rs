@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
-use super::files::{check_outside, write_file};
+use super::files::{check_outside, write_users};
 use super::{AVERAGES, Checkpoint, TRAINED, Tensor, deserialize, load, tensors};
 use crate::model::LoraOptions;
 use crate::{Error, Result};
@@ -41,11 +41,11 @@ pub fn export(path: &Path, out: &Path, options: ExportOptions) -> Result<usize> 
         weights.retain(|tensor| layer(&tensor.spec.name).is_some());
         let config = adapter_config(lora, &weights)?;
         weights.iter_mut().for_each(|tensor| tensor.spec.name.insert_str(0, PEFT));
-        write_file(&dir, "adapter_config.json", config.as_bytes())?;
+        write_users(&dir, "adapter_config.json", config.as_bytes())?;
     } else if let Some(lora) = lora {
         merge(&mut weights, lora.alpha / lora.rank as f64)?;
     }
-    write_file(&dir, &name, &serialize(&weights)?)?;
+    write_users(&dir, &name, &serialize(&weights)?)?;
     Ok(weights.len())
 }
 

@@ -1,10 +1,11 @@
 //! Writes files and directories atomically.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use super::find::is_file;
 use super::{FileMeta, LAST, MODEL, STATE, load_meta};
 use crate::{Error, Result};
 
@@ -103,38 +104,59 @@ pub(crate) fn check_outside(out: &Path) -> Result<()> {
     let Ok(path) = std::path::absolute(out) else { return Ok(()) };
     // Of directories to be created, the first that exists counts.
     let existing = path.ancestors().skip(1).find_map(|dir| dir.canonicalize().ok());
-    let dir = existing.unwrap_or_default();
-    let is_inside = |dir: &&Path| dir.join(STATE).is_file() && dir.join(MODEL).is_file();
-    match dir.ancestors().find(is_inside) {
-        Some(checkpoint) => Err(Error::Checkpoint(format!(
-            "{} is inside the checkpoint {}, which would be damaged: choose a path outside of it",
-            out.display(),
-            checkpoint.display()
-        ))),
-        None => Ok(()),
+    for dir in existing.unwrap_or_default().ancestors() {
+        if is_file(&dir.join(STATE))? && is_file(&dir.join(MODEL))? {
+            return Err(Error::Checkpoint(format!(
+                "{} is inside the checkpoint {}, which would be damaged: choose a path outside of it",
+                out.display(),
+                dir.display()
+            )));
+        }
     }
+    Ok(())
 }
 
 /// Writes a file outside of checkpoints: atomically, or to a device or pipe.
 pub(crate) fn write_output(out: &Path, bytes: &[u8]) -> Result<()> {
     check_outside(out)?;
     let is_special = out.metadata().is_ok_and(|found| !found.is_file() && !found.is_dir());
-    match (out.parent(), out.file_name().and_then(|name| name.to_str())) {
-        (Some(dir), Some(name)) if !is_special => write_file(&dir.join("."), name, bytes),
+    match (out.parent(), out.file_name()) {
+        (Some(dir), Some(name)) if !is_special => write_users(&dir.join("."), name, bytes),
         _ => fs::write(out, bytes).map_err(io("write", out)),
     }
 }
 
-/// Writes the file `dir/name` atomically. If `dir/name` is a link, the link is replaced.
+/// Writes the file `dir/name` atomically, in a directory that is not the runner's, in which every
+/// other file is the user's. If `dir/name` is a link, the link is replaced.
+pub(super) fn write_users(dir: &Path, name: impl AsRef<OsStr>, bytes: &[u8]) -> Result<()> {
+    let path = dir.join(name.as_ref());
+    let (process, mut attempt) = (std::process::id(), 0_u64);
+    loop {
+        let fresh = dir.join(format!(".runner-{process}-{attempt}{TEMPORARY}"));
+        match File::create_new(&fresh) {
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => attempt += 1,
+            Err(e) => return Err(io("write", &path)(e)),
+            Ok(file) => return replace_file(file, &fresh, &path, bytes),
+        }
+    }
+}
+
+/// Writes the file `dir/name`, in a directory of the runner's own, atomically.
 pub(super) fn write_file(dir: &Path, name: &str, bytes: &[u8]) -> Result<()> {
-    let (fresh, path) = (temporary(dir, name), dir.join(name));
+    let fresh = temporary(dir, name);
+    let file = create(&fresh).map_err(io("write", &fresh))?;
+    replace_file(file, &fresh, &dir.join(name), bytes)
+}
+
+/// Writes `file`, the new file `fresh`, and renames it to `path`.
+fn replace_file(file: File, fresh: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
     let write = || {
-        write_synced(&fresh, bytes)?;
-        fs::rename(&fresh, &path).map_err(io("rename to", &path))?;
-        sync_dir(dir)
+        write_all(file, bytes).map_err(io("write", fresh))?;
+        fs::rename(fresh, path).map_err(io("rename to", path))?;
+        path.parent().map_or(Ok(()), sync_dir)
     };
     write().inspect_err(|_| {
-        let _ = fs::remove_file(&fresh);
+        let _ = fs::remove_file(fresh);
     })
 }
 
@@ -214,17 +236,21 @@ fn is_checkpoint(dir: &Path) -> bool {
 }
 
 pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
-    let write = || {
-        // Left by a killed process; a link is removed, not followed.
-        match fs::remove_file(path) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
-        let mut file = File::create_new(path)?;
-        file.write_all(bytes)?;
-        file.sync_all()
-    };
-    write().map_err(io("write", path))
+    create(path).and_then(|file| write_all(file, bytes)).map_err(io("write", path))
+}
+
+/// Creates a file of the runner's own. One left by a killed process is removed; a link is not
+/// followed.
+fn create(path: &Path) -> std::io::Result<File> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
+        _ => File::create_new(path),
+    }
+}
+
+fn write_all(mut file: File, bytes: &[u8]) -> std::io::Result<()> {
+    file.write_all(bytes)?;
+    file.sync_all()
 }
 
 /// Flushes a directory's entries, so that a rename in it survives a power failure.

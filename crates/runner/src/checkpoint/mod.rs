@@ -1104,14 +1104,35 @@ mod tests {
                 true => fs::hard_link(target, &out).unwrap(),
                 false => std::os::unix::fs::symlink(target, &out).unwrap(),
             }
-            // Left by a killed export.
+            // Files with the name of a temporary one are the user's.
             let unfinished = dir.path().join("b").join(format!(".{name}.tmp"));
             std::os::unix::fs::symlink(path.join(MODEL), unfinished).unwrap();
             export(&path, &out, ExportOptions::default()).unwrap();
             assert_eq!(fs::read(path.join(OPTIMIZER)).unwrap(), before);
         }
         load(&path).unwrap();
-        assert_eq!(fs::read_dir(dir.path().join("b")).unwrap().count(), 2);
+        assert_eq!(fs::read_dir(dir.path().join("b")).unwrap().count(), 4);
+    }
+
+    #[test]
+    fn output_with_a_name_that_is_not_utf8_replaces_a_link() {
+        use std::os::unix::ffi::OsStrExt;
+        let dir = tempfile::tempdir().unwrap();
+        let users = dir.path().join(format!(".runner-{}-0.tmp", std::process::id()));
+        let (target, out) = (
+            dir.path().join("target"),
+            dir.path().join(std::ffi::OsStr::from_bytes(b"plot-\xff.svg")),
+        );
+        for path in [&users, &target] {
+            fs::write(path, "kept").unwrap();
+        }
+        std::os::unix::fs::symlink(&target, &out).unwrap();
+        write_output(&out, b"new").unwrap();
+        assert_eq!(fs::read(&out).unwrap(), b"new");
+        for path in [&users, &target] {
+            assert_eq!(fs::read(path).unwrap(), b"kept");
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
     }
 
     #[test]

@@ -23,6 +23,8 @@ pub(super) struct LossCounts {
     pending: f64,
     /// Whether the batches since the last step have counts; `None` if there is none.
     counted: Option<bool>,
+    /// Whether the batches of this process have counts; `None` before the first.
+    known: Option<bool>,
     /// Divisor of the losses of this step.
     divisor: f64,
 }
@@ -50,6 +52,13 @@ impl LossCounts {
             return Err(Error::Engine(
                 "`loss_count` is known for some batches of a step only: return it for all or for none; after a \
                  change of the model resume from a checkpoint between two steps"
+                    .to_owned(),
+            ));
+        }
+        // The ranks exchange counts: one whose answer changed alone would leave the others waiting.
+        if self.known.replace(count.is_some()).is_some_and(|was| was != count.is_some()) {
+            return Err(Error::Engine(
+                "`loss_count` is known for some batches only: return it for all batches of a run, or for none"
                     .to_owned(),
             ));
         }
@@ -98,6 +107,7 @@ impl LossCounts {
             unit: saved.map(|saved| saved.unit),
             pending: mean.unwrap_or(0.0),
             counted: waits.then_some(mean.is_some()),
+            known: None,
             divisor: 1.0,
         };
     }
@@ -108,7 +118,7 @@ impl LossCounts {
 const NOTHING: f64 = 1.0 / (1_u64 << 60) as f64;
 
 /// Passes on zeros in place of the gradients of a batch without tokens, whose loss may be NaN.
-/// Gradients on a device are passed on as they are.
+/// Gradients on a device are passed on as they are: those of the loss, multiplied by [`NOTHING`].
 pub(super) struct ZeroSink(pub(super) SharedSink);
 
 impl GradSink for ZeroSink {

@@ -821,6 +821,11 @@ mod tests {
         update(&mut engine, &mut model, &mut optim).unwrap();
         let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
         assert!(error.contains("some batches of a step only"), "{error}");
+        let (mut engine, mut model, mut optim) = parts(1, LossScaler::disabled());
+        engine.count = |_, step| (step == 0).then_some(2.0);
+        update(&mut engine, &mut model, &mut optim).unwrap();
+        let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
+        assert!(error.contains("for some batches only"), "{error}");
         let invalid: [fn(&Batch, usize) -> Option<f64>; 3] =
             [|_, _| Some(-1.0), |_, _| Some(f64::NAN), |_, _| Some(f64::INFINITY)];
         for count in invalid {

@@ -114,13 +114,16 @@ impl Runner {
     /// hook saves one. Otherwise the first error of any part: the process group is aborted with its
     /// text, so that the other ranks end as well and report it. [`Error::Diverged`] if weights are
     /// not finite at the end. After an error other than an interruption each later call is
-    /// [`Error::Spent`].
+    /// [`Error::Spent`]; [`Error::Config`] for a run without a training set changes nothing.
     pub fn train(&mut self) -> Result<Vec<(String, f64)>> {
         self.traced(Self::train_untraced)
     }
 
     fn train_untraced(&mut self) -> Result<Vec<(String, f64)>> {
         self.check_unspent()?;
+        // Nothing has begun: a run without a training set can still be validated.
+        self.check_has("train_dataloader", self.train_data.loader.is_some())?;
+        self.train_loader()?;
         let (rank, world_size) = (self.group.rank(), self.group.world_size());
         let _span = info_span!(target: "runner", "train", rank, world_size).entered();
         let status = &mut self.status;
@@ -139,9 +142,7 @@ impl Runner {
     ///
     /// [`Error::Config`] without a validation set; otherwise as [`train`](Self::train).
     pub fn validate(&mut self) -> Result<Vec<(String, f64)>> {
-        self.check_unspent()?;
-        let metrics = self.traced(|runner| evaluation::evaluate_only(runner, EvalSplit::Val));
-        self.or_abort(metrics)
+        self.evaluate(EvalSplit::Val)
     }
 
     /// As [`validate`](Self::validate), on the test set.
@@ -150,9 +151,23 @@ impl Runner {
     ///
     /// [`Error::Config`] without a test set; otherwise as [`train`](Self::train).
     pub fn test(&mut self) -> Result<Vec<(String, f64)>> {
+        self.evaluate(EvalSplit::Test)
+    }
+
+    fn evaluate(&mut self, split: EvalSplit) -> Result<Vec<(String, f64)>> {
         self.check_unspent()?;
-        let metrics = self.traced(|runner| evaluation::evaluate_only(runner, EvalSplit::Test));
+        // Nothing has begun: a run without this set can still train.
+        let has_set = self.evaluations[split as usize].is_some();
+        self.check_has(&format!("{}_dataloader", split.name()), has_set)?;
+        self.eval_parts(split)?;
+        let metrics = self.traced(|runner| evaluation::evaluate_only(runner, split));
         self.or_abort(metrics)
+    }
+
+    /// Returns an error on every rank if only some have a part of a run.
+    fn check_has(&self, part: &str, has: bool) -> Result<()> {
+        let own = (part.to_owned(), if has { "present" } else { "absent" }.to_owned());
+        agreement::compare(&self.group, "parts of the run", &[own])
     }
 
     fn or_abort<T>(&mut self, result: Result<T>) -> Result<T> {
@@ -353,6 +368,14 @@ impl Runner {
 
     /// Trains on one batch and records the scalars reported by the model.
     pub(crate) fn train_step(&mut self, batch: &Batch) -> Result<Losses> {
+        if !std::mem::replace(&mut self.status.compared_counts, true) {
+            let count = match self.engine.loss_count(batch)? {
+                Some(_) => "known",
+                None => "not known",
+            };
+            let own = ("`loss_count` of the first batch".to_owned(), count.to_owned());
+            agreement::compare(&self.group, "losses", &[own])?;
+        }
         let (engine, model) = (&mut *self.engine, &mut *self.model);
         let update = self.optim.update_params(engine, model, batch, &mut self.engine_state)?;
         if let Some(warning) = &update.warning {

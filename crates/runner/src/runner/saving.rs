@@ -80,6 +80,11 @@ pub(super) struct Status {
     /// Iteration of the first checkpoint since then that was not saved, because the model was not
     /// finite.
     pub(super) refused: Option<usize>,
+    /// Whether the ranks have compared whether [`Engine::loss_count`] is known: with it they
+    /// exchange counts.
+    ///
+    /// [`Engine::loss_count`]: crate::engine::Engine::loss_count
+    pub(super) compared_counts: bool,
     /// Error that ended this run.
     pub(super) failed: Option<String>,
     /// Lock of the work directory, while this run holds it.
@@ -114,7 +119,8 @@ impl Runner {
     ///
     /// # Errors
     ///
-    /// Those of [`checkpoint::save`](crate::checkpoint::save), on every rank; a name that a
+    /// Those of [`checkpoint::save`](crate::checkpoint::save), on every rank; the first error of a
+    /// part of the run or a hook that is saved, which ends the run on all ranks; a name that a
     /// checkpoint cannot have is refused at once; [`Error::Config`] if learning rates differ
     /// between ranks; [`Error::Spent`] after an error of the run.
     pub fn save_checkpoint(&mut self, save: Save) -> Result<bool> {
@@ -244,19 +250,28 @@ mod tests {
     use collective::ProcessGroup;
 
     use super::*;
-    use crate::checkpoint::newest;
-    use crate::testing::builder;
+    use crate::checkpoint::{Contents, newest};
+    use crate::data::Batch;
+    use crate::runner::RunnerBuilder;
+    use crate::testing::{FakeEngine, Values, builder};
 
     /// Runs `call` on two ranks after their training.
     fn after_training(
         dir: &Path,
         call: impl Fn(&mut Runner) -> Result<bool> + Sync,
     ) -> Vec<Result<bool>> {
+        on_two_ranks(|_| builder(dir, 4), |run| run.train().and_then(|_| call(run)))
+    }
+
+    /// Runs `call` on two ranks, with a run of `build` for each.
+    fn on_two_ranks<T: Send>(
+        build: impl Fn(usize) -> RunnerBuilder + Sync,
+        call: impl Fn(&mut Runner) -> Result<T> + Sync,
+    ) -> Vec<Result<T>> {
         let groups = ProcessGroup::threads(2, Duration::from_secs(30)).unwrap();
         let rank = |group: ProcessGroup| {
-            let mut run = builder(dir, 4).process_group(group).build().unwrap();
-            run.train().unwrap();
-            call(&mut run)
+            let run = build(group.rank()).process_group(group);
+            call(&mut run.build().unwrap())
         };
         std::thread::scope(|scope| {
             let ranks: Vec<_> = groups.into_iter().map(|g| scope.spawn(|| rank(g))).collect();
@@ -281,5 +296,65 @@ mod tests {
         });
         assert!(saved.iter().all(|saved| matches!(saved, Ok(true))), "{saved:?}");
         assert!(newest(&dir.path().join("other")).unwrap().path.is_some());
+    }
+
+    /// Fails on rank 1 while a checkpoint is collected.
+    struct Fails;
+
+    impl Hook for Fails {
+        fn name(&self) -> &'static str {
+            "Fails"
+        }
+        fn before_save_checkpoint(&mut self, runner: &mut Runner, _: &mut Contents) -> Result<()> {
+            match runner.group().rank() {
+                1 => Err(Error::Engine("no memory for a copy".to_owned())),
+                _ => Ok(()),
+            }
+        }
+    }
+
+    #[test]
+    fn hook_that_fails_before_a_save_is_an_error_on_every_rank() {
+        let dir = tempfile::tempdir().unwrap();
+        let saved = on_two_ranks(
+            |_| builder(dir.path(), 4).hook(Box::new(Fails)),
+            |run| run.save_checkpoint(Save::resumable("last", run.position().clone())),
+        );
+        for error in saved.into_iter().map(|saved| saved.unwrap_err().to_string()) {
+            assert!(error.contains("no memory for a copy"), "{error}");
+        }
+    }
+
+    #[test]
+    fn loss_counts_of_some_ranks_only_are_an_error_on_every_rank() {
+        type Count = fn(&Batch, usize) -> Option<f64>;
+        let counts: [(Count, &str); 2] = [
+            (|_, _| None, "known on rank 0 and not known on rank 1"),
+            (|_, step| (step == 0).then_some(1.0), "for some batches only"),
+        ];
+        for (of_rank_1, says) in counts {
+            let dir = tempfile::tempdir().unwrap();
+            let trained = on_two_ranks(
+                |rank| {
+                    let mut engine = FakeEngine::new(&[("w", Values::F32(vec![1.0]))], &[]);
+                    engine.count = if rank == 1 { of_rank_1 } else { |_, _| Some(1.0) };
+                    builder(dir.path(), 8).model(Box::new(|_| Ok(Box::new(engine))))
+                },
+                Runner::train,
+            );
+            for error in trained.into_iter().map(|trained| trained.unwrap_err().to_string()) {
+                assert!(error.contains(says), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn run_without_a_set_of_data_can_still_use_its_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut run = builder(dir.path(), 4).build().unwrap();
+        for result in [run.validate(), run.test()] {
+            assert!(matches!(result, Err(Error::Config(_))), "{result:?}");
+        }
+        run.train().unwrap();
     }
 }

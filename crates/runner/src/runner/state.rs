@@ -21,6 +21,19 @@ use crate::{Error, Result};
 impl Runner {
     /// Writes a checkpoint on rank 0; the other ranks wait until it is on disk.
     pub(super) fn write_checkpoint(&mut self, save: &Save) -> Result<()> {
+        // The ranks communicate for it, so one that fails must not leave the others waiting.
+        let contents = self.contents(save);
+        let contents = self.or_abort(contents)?;
+        self.on_rank_0(|runner| {
+            runner.renew_lock()?;
+            let path = checkpoint::save(runner.output.work_dir(), &save.name, contents)?;
+            runner.remove_checkpoints(&[checkpoint::aside(&path)]);
+            Ok(())
+        })
+    }
+
+    /// Collects a checkpoint. Every rank calls it.
+    fn contents(&mut self, save: &Save) -> Result<Contents> {
         let mut contents = Contents {
             meta: Meta {
                 position: save.position.clone(),
@@ -61,12 +74,7 @@ impl Runner {
         } else {
             contents.extra.clear();
         }
-        self.on_rank_0(|runner| {
-            runner.renew_lock()?;
-            let path = checkpoint::save(runner.output.work_dir(), &save.name, contents)?;
-            runner.remove_checkpoints(&[checkpoint::aside(&path)]);
-            Ok(())
-        })
+        Ok(contents)
     }
 
     /// Adds everything that a run resumes from, except model, position and schedulers.

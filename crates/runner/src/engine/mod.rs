@@ -235,7 +235,13 @@ pub trait Engine {
 
     /// Returns the number of tokens, or of samples, that the loss of this batch is the mean of. If
     /// known, batches of a step are weighted by it, over accumulated batches and ranks; by default
-    /// it is not, and they have equal weight. Known for all batches and on all ranks, or for none.
+    /// it is not, and they have equal weight. Known for all batches of a run and on all ranks, or
+    /// for none; otherwise the run ends with an error.
+    ///
+    /// A batch with count 0 does not count. On the CPU its gradients are replaced by zeros, so its
+    /// loss may be NaN, as a mean over nothing is. Gradients on a GPU are only multiplied by 2^-60:
+    /// there they must be finite, as those of candle-ops' cross entropy are. NaN gradients become
+    /// those of the step, which only `AmpOptimWrapper` with `skip_non_finite` skips.
     ///
     /// # Errors
     ///

@@ -33,7 +33,13 @@ pub trait CandleModel: Send {
     /// the mean of; by default it is not known. If it is, a step is the mean over all of its
     /// tokens: batches of `accumulative_counts`, and the ranks' batches, are weighted by their
     /// counts. Otherwise they have equal weight, as in PyTorch's DDP and MMEngine, although their
-    /// numbers of tokens differ. Return it for all batches, or for none.
+    /// numbers of tokens differ. Return it for all batches of a run and on all ranks, or for none;
+    /// otherwise the run ends with an error.
+    ///
+    /// A batch with count 0 does not count. On the CPU its gradients are replaced by zeros, so its
+    /// loss may be NaN, as a mean over nothing is. Gradients on a GPU are only multiplied by 2^-60:
+    /// there they must be finite, as those of candle-ops' cross entropy are. NaN gradients become
+    /// those of the step, which only `AmpOptimWrapper` with `skip_non_finite` skips.
     ///
     /// # Errors
     ///

@@ -175,7 +175,7 @@ fn data_of_any_serde_type_are_resumed() {
 fn large_data_of_the_ranks_are_resumed() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("run");
-    let data = |rank: usize| ["a", "b"][rank].repeat((80 << 20) * rank + 1);
+    let data = |rank: usize| ["a", "z"][rank].repeat((80 << 20) * rank + 1);
     ranks(2, |group| {
         let (vars, _net) = model(1);
         let mut train = trainer(&vars, &group);

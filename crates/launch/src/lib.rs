@@ -62,7 +62,7 @@ use tracing::info;
 
 pub use self::cli::{LaunchArgs, StoreArgs, nproc_per_node, serve_store};
 pub use self::error::{Error, Result};
-use self::job::{Job, Reaper, SignalThread};
+use self::job::{Job, SignalThread};
 use self::nodes::{Coordinator, coordinator};
 pub use self::options::{LaunchOptions, Logs, Nodes, RdzvConfig, Streams};
 pub use self::output::Sink;
@@ -84,8 +84,9 @@ struct Readme;
 /// started them (see [`tie_to_parent`]), and from then on [signals](LaunchOptions::signals) are
 /// forwarded to the ranks instead of ending this process. A second SIGINT sends SIGKILL to the
 /// ranks. Until it returns, this process is a child subreaper (`prctl(2)`): it adopts the ranks'
-/// descendants whose parent has ended, and reaps them. Children of this process that the program
-/// starts itself are left alone if they are in its own process group, as by default.
+/// descendants whose parent has ended, and reaps those that it has seen running, or
+/// [all](LaunchOptions::reap_all). Those that still run when it returns stay children of this
+/// process.
 ///
 /// # Errors
 ///
@@ -108,7 +109,6 @@ pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i
     }
     let (sender, events) = channel();
     let _signals = SignalThread::start(sender.clone(), &options.signals)?;
-    let _reaper = Reaper::start()?;
     let mut coordinator = coordinator(&options)?;
     let mut job = Job::new(options, events, sender, (stdout, stderr))?;
     let code = run(&mut *coordinator, &mut job);

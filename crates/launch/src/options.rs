@@ -43,6 +43,11 @@ pub struct LaunchOptions {
     /// Name or address at which the other nodes of an elastic job reach the ranks of this node.
     /// Default: the local address of the connection to the control store.
     pub local_addr: Option<String>,
+    /// Whether this process starts no other children during the launch, so that it can reap every
+    /// child that has ended and that `launch` did not start. Otherwise an orphan of a rank that has
+    /// ended within milliseconds may stay a zombie until this process ends. Default: false, but
+    /// [`LaunchArgs`](crate::LaunchArgs) sets it.
+    pub reap_all: bool,
 }
 
 impl LaunchOptions {
@@ -64,6 +69,7 @@ impl LaunchOptions {
             grace: Duration::from_secs(30),
             signals: vec![SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2],
             local_addr: None,
+            reap_all: false,
         }
     }
 }

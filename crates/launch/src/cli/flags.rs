@@ -126,6 +126,7 @@ impl LaunchArgs {
         let args = self.args[usize::from(program.is_some())..].to_vec();
         let mut options = LaunchOptions::new(self.nproc_per_node, args);
         options.program = program;
+        options.reap_all = true;
         let (nodes, ignored) = self.nodes().map_err(Error::Options)?;
         if let Some(ignored) = ignored {
             // Standard error may be closed; the message is not essential.

@@ -34,7 +34,7 @@ pub(super) fn of_rank(
         // Python compares with exactly `True`.
         ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
         (LAUNCHER_PID, std::process::id().to_string()),
-        (JOBS, std::env::var(JOBS).map_or_else(|_| id.to_owned(), |outer| format!("{outer}/{id}"))),
+        (JOBS, id.to_owned()),
     ];
     if matches!(options.nodes, Nodes::Elastic { .. }) {
         envs.push((ELASTIC, "1".to_owned()));

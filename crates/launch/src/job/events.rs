@@ -84,7 +84,7 @@ impl SignalThread {
             );
             return Err(Error::Options(text));
         }
-        let ignored = ignored();
+        let ignored = ignored("self");
         let is_ignored = |signal: i32| ignored >> (signal - 1) & 1 == 1;
         // If SIGCHLD is ignored, the kernel reaps the ranks; with the default action of SIGXFSZ, a
         // log file at the size limit ends the launcher. An empty handler prevents both, and ranks
@@ -112,10 +112,10 @@ impl SignalThread {
     }
 }
 
-/// Mask of the signals that this process ignores: bit `s - 1` is signal `s`.
-fn ignored() -> u64 {
+/// Mask of the signals that a process, a pid or `self`, ignores: bit `s - 1` is signal `s`.
+pub(super) fn ignored(process: &str) -> u64 {
     // The name of the program in it may be cut within a character.
-    let status = std::fs::read("/proc/self/status").unwrap_or_default();
+    let status = std::fs::read(format!("/proc/{process}/status")).unwrap_or_default();
     let status = String::from_utf8_lossy(&status);
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
@@ -138,7 +138,7 @@ mod tests {
     fn ignored_signals_are_known_if_the_programs_name_is_cut_within_a_letter() {
         let name = std::fs::read("/proc/self/comm").unwrap();
         std::fs::write("/proc/self/comm", b"1234567890\xd0\xbe\xd0").unwrap();
-        let mask = ignored();
+        let mask = ignored("self");
         std::fs::write("/proc/self/comm", name).unwrap();
         // The standard library ignores SIGPIPE.
         assert_eq!(mask >> (signal_hook::consts::SIGPIPE - 1) & 1, 1);

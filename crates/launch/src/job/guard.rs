@@ -15,6 +15,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use rustix::process::Pid;
 
 use super::process;
+use crate::rank::JOBS;
 use crate::{Error, Result};
 
 /// A process that kills the ranks and their descendants when this process ends in any way, and
@@ -82,7 +83,7 @@ impl Guard {
 fn spawn(job: &str, run_dir: Option<&Path>) -> Result<(Child, Option<ChildStdin>)> {
     let mut shell = Command::new("/bin/sh");
     shell
-        .args(["-c", SCRIPT, "runner-launch-guard", job])
+        .args(["-c", SCRIPT, "runner-launch-guard", &format!("{JOBS}={job}")])
         .args(run_dir)
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -109,7 +110,8 @@ impl Drop for Guard {
 
 /// Reads one target per line, or `none` to remove all. At end of file, kills the targets and then
 /// the processes with the job's id in their environment, until there are none, and removes the
-/// directory. Uses only the shell's own commands, apart from `rm`.
+/// directory. Uses only the shell's own commands, apart from `rm`. `read` drops the NULs between
+/// the variables, so `$1` is the variable's name and its value, or the start of it in an inner job.
 const SCRIPT: &str = r#"
 trap '' TERM INT HUP QUIT USR1 USR2
 targets=
@@ -130,3 +132,29 @@ if [ -n "$targets" ]; then
 fi
 [ -z "$2" ] || rm -rf -- "$2"
 "#;
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+
+    #[test]
+    fn processes_with_the_jobs_id_are_killed_but_not_those_with_a_copy_of_it() {
+        let sleep = |name: &str, jobs: &str| {
+            process::spawn(Command::new("sleep").arg("600").env_remove(JOBS).env(name, jobs))
+        };
+        let mut guard = Guard::start("outer/job".into(), None).unwrap();
+        let [mut rank, mut inner, mut copy] =
+            [("A", ""), (JOBS, "outer/job/inner"), ("ID", "outer/job")]
+                .map(|(name, jobs)| sleep(name, jobs).unwrap());
+        guard.watch(Target::Process(process::pid_of(&rank))).unwrap();
+        drop(guard);
+        for child in [&mut rank, &mut inner] {
+            assert_eq!(process::reap(child).unwrap().signal(), Some(9));
+        }
+        assert!(copy.try_wait().unwrap().is_none());
+        copy.kill().unwrap();
+        process::reap(&mut copy).unwrap();
+    }
+}

@@ -11,8 +11,8 @@
 //!
 //! Invariant: a group id stays reserved (its leader is not reaped), and so does a rank's pid, until
 //! it has been killed for the last time, so a signal never reaches an unrelated process; and when
-//! `Job::run` returns, no rank and no descendant of one is left, or [`Outcome::survivors`] names
-//! it, and no further attempt begins.
+//! `Job::run` returns, no rank and no descendant of one is left apart from daemons
+//! ([`process::descendants`]), or [`Outcome::survivors`] names it, and no further attempt begins.
 
 mod attempt;
 mod env;
@@ -36,14 +36,13 @@ use tracing::info;
 pub(crate) use self::attempt::{Assignment, End};
 pub(crate) use self::events::{Event, Queue, SignalThread};
 use self::guard::{Guard, Target};
-pub(crate) use self::process::Reaper;
-use self::process::{leader, pid_of, watch_exit};
+use self::process::{Reaper, leader, pid_of, watch_exit};
 pub(crate) use self::summary::{Failure, Outcome, SAVED, Summary};
 use self::supervise::StopStage;
 use crate::address::{host_name, random_number};
 use crate::options::LaunchOptions;
 use crate::output::{CopyThread, RunDir, Sink, line_prefix};
-use crate::rank::error_file;
+use crate::rank::{JOBS, error_file};
 use crate::{Error, Result};
 
 /// The ranks of this node over all attempts.
@@ -51,7 +50,7 @@ pub(crate) struct Job {
     pub(crate) options: LaunchOptions,
     pub(crate) queue: Queue,
     pub(crate) sender: Sender<Event>,
-    /// Random id in the environment of the ranks.
+    /// Random id in the environment of the ranks, after those of jobs that this one runs in.
     id: String,
     assignment: Assignment,
     ranks: Vec<Rank>,
@@ -72,6 +71,7 @@ pub(crate) struct Job {
     guard: Guard,
     run_dir: RunDir,
     sinks: (Sink, Sink),
+    _reaper: Reaper,
 }
 
 struct Rank {
@@ -101,10 +101,12 @@ impl Job {
         sender: Sender<Event>,
         sinks: (Sink, Sink),
     ) -> Result<Self> {
+        let id = format!("{:016x}", random_number());
+        let id = std::env::var(JOBS).map_or_else(|_| id.clone(), |outer| format!("{outer}/{id}"));
+        let reaper = Reaper::start(id.clone(), options.reap_all)?;
         let run_dir = RunDir::new(&options)?;
         // Without a guard, the directory has to be removed here.
         let temporary = run_dir.temporary.then(|| run_dir.path.clone());
-        let id = format!("{:016x}", random_number());
         let guard = Guard::start(id.clone(), temporary).inspect_err(|_| {
             drop(std::fs::remove_dir(&run_dir.path));
         })?;
@@ -126,6 +128,7 @@ impl Job {
             guard,
             run_dir,
             sinks,
+            _reaper: reaper,
         };
         if !job.run_dir.temporary {
             job.queue.print(&format!("launch: logs are in {}\n", job.run_dir.path.display()));

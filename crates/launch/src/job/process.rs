@@ -3,8 +3,12 @@
 //! The launcher is a child subreaper (`prctl(2)`): the kernel gives it each descendant whose parent
 //! has ended, also one that has left the process group or session of its rank. So the descendants
 //! of a rank are those below it in the tree of processes, and the orphans with the job's id in
-//! their environment ([`JOBS`]). An orphan without it is left alone: as process 1 of a container,
+//! their environment ([`JOBS`]). An orphan without it gets no signal: as process 1 of a container,
 //! the launcher adopts other processes, too. So a daemon can outlive the ranks.
+//!
+//! The kernel does not tell orphans from children that another part of the program has started, and
+//! a process that has ended has no environment any more. So only those are reaped that were seen
+//! with the id while they ran, unless the program starts no other children.
 //!
 //! Invariant: a signal reaches only children of this process, their process groups, and descendants
 //! that a pidfd or their start time identifies.
@@ -25,16 +29,22 @@ use rustix::process::{
 use signal_hook::consts::SIGCHLD;
 use signal_hook::iterator::{Handle, Signals};
 
-use super::events::Event;
+use super::events::{Event, ignored};
 use crate::rank::JOBS;
 use crate::{Error, Result};
 
 /// Children that this crate has started and not yet reaped.
-static CHILDREN: Mutex<Children> =
-    Mutex::new(Children { pids: BTreeSet::new(), jobs: 0, was_subreaper: false });
+static CHILDREN: Mutex<Children> = Mutex::new(Children {
+    pids: BTreeSet::new(),
+    seen: BTreeSet::new(),
+    jobs: 0,
+    was_subreaper: false,
+});
 
 struct Children {
     pids: BTreeSet<i32>,
+    /// Pids and start times of descendants of ranks that were seen running.
+    seen: BTreeSet<(i32, u64)>,
     /// Number of jobs of this process.
     jobs: usize,
     /// Whether this process was a subreaper before the first job.
@@ -55,9 +65,12 @@ pub(super) fn spawn(command: &mut Command) -> io::Result<Child> {
 
 /// Waits until a child of [`spawn`] has ended.
 pub(super) fn reap(child: &mut Child) -> io::Result<ExitStatus> {
-    let status = child.wait();
-    children().pids.remove(&pid_of(child).as_raw_nonzero().get());
-    status
+    let pid = pid_of(child);
+    // The pid can be reused once it is reaped, so the lock is held then, but not while it runs.
+    let _ = await_exit(pid);
+    let mut children = children();
+    children.pids.remove(&pid.as_raw_nonzero().get());
+    child.wait()
 }
 
 /// Starts a process that leads its own process group and exits at once.
@@ -65,6 +78,16 @@ pub(super) fn leader() -> io::Result<Child> {
     let mut command = Command::new("/bin/sh");
     command.args(["-c", "exit"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     spawn(command.process_group(0))
+}
+
+/// Waits for the exit of a child without reaping it. `None` if it is already reaped.
+fn await_exit(pid: Pid) -> Option<WaitIdStatus> {
+    loop {
+        match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
+            Err(Errno::INTR) => {}
+            status => return status.ok().flatten(),
+        }
+    }
 }
 
 /// Starts a thread that waits for the exit of a rank (by its local rank) without reaping it.
@@ -75,13 +98,7 @@ pub(super) fn watch_exit(
     events: Sender<Event>,
 ) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(format!("launch-wait-{rank}")).spawn(move || {
-        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-        let status = loop {
-            match waitid(WaitId::Pid(pid), options) {
-                Err(Errno::INTR) => {}
-                status => break status.ok().flatten(),
-            }
-        };
+        let status = await_exit(pid);
         let code = status.as_ref().and_then(WaitIdStatus::exit_status);
         let signal = status.as_ref().and_then(WaitIdStatus::terminating_signal);
         // Fails after the end of the job.
@@ -96,22 +113,23 @@ pub(super) fn pid_of(child: &Child) -> Pid {
 
 /// Makes this process adopt orphans, and reaps them on a thread, until dropped.
 ///
-/// A child that another part of this program has started is left alone if it is in this process's
-/// own group, where [`Command`] puts it by default.
+/// Adopted processes that still run then stay children of this process, which has to reap them if
+/// it goes on for long.
 pub(crate) struct Reaper {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Reaper {
-    pub(crate) fn start() -> Result<Self> {
+    /// Reaps the orphans of this job, or with `all` each child that this crate has not started.
+    pub(super) fn start(job: String, all: bool) -> Result<Self> {
         let failed = || Error::io("handle signals");
         let mut signals = Signals::new([SIGCHLD]).map_err(failed())?;
         let handle = signals.handle();
         let thread = std::thread::Builder::new().name("launch-reap".to_owned());
         let thread = thread.spawn(move || {
             for _ in signals.forever() {
-                reap_orphans();
+                reap_orphans(&job, all);
                 // One pass for all that end meanwhile.
                 std::thread::sleep(super::POLL);
             }
@@ -133,8 +151,11 @@ impl Drop for Reaper {
     fn drop(&mut self) {
         let mut children = children();
         children.jobs -= 1;
-        if children.jobs == 0 && !children.was_subreaper {
-            let _ = set_child_subreaper(None);
+        if children.jobs == 0 {
+            children.seen.clear();
+            if !children.was_subreaper {
+                let _ = set_child_subreaper(None);
+            }
         }
         drop(children);
         self.handle.close();
@@ -144,15 +165,21 @@ impl Drop for Reaper {
     }
 }
 
-/// Reaps the adopted processes that have ended.
-pub(super) fn reap_orphans() {
+/// Reaps the adopted processes that have ended, and remembers those of the job that run.
+pub(super) fn reap_orphans(job: &str, all: bool) {
     // Held while reaping, so that no child with one of these pids is started.
-    let children = children();
-    // Not by `getpgrp`: in a namespace of processes it is 0 if the group's leader is outside.
-    let Some(own) = Process::read(getpid().as_raw_nonzero().get()) else { return };
+    let mut children = children();
     for process in own_children() {
-        let is_orphan = process.group != own.group && !children.pids.contains(&process.pid);
-        if let Some(pid) = Pid::from_raw(process.pid).filter(|_| is_orphan && process.has_ended) {
+        if children.pids.contains(&process.pid) {
+            continue;
+        }
+        if !process.has_ended {
+            if process.is_of_job(job) == Some(true) {
+                children.seen.insert(process.key());
+            }
+        } else if let Some(pid) = Pid::from_raw(process.pid)
+            && (children.seen.remove(&process.key()) || all)
+        {
             // Fails if it is already reaped.
             let _ = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
         }
@@ -203,6 +230,11 @@ impl Process {
         })
     }
 
+    /// Returns its pid and start time, which no other process has.
+    fn key(&self) -> (i32, u64) {
+        (self.pid, self.start_time)
+    }
+
     /// Returns its pid and session.
     fn ids(&self) -> (i32, i32) {
         (self.pid, self.session)
@@ -227,13 +259,32 @@ impl Process {
         if sent == Err(Errno::SRCH) { Ok(()) } else { sent }
     }
 
-    /// Returns whether the environment that it was started with names the job, if it can be read.
+    /// Returns whether the environment that it was started with names the job or one within the
+    /// job, if it can be read.
     fn is_of_job(&self, id: &str) -> Option<bool> {
+        self.has_jobs(|jobs| jobs == id || is_within(jobs, id))
+    }
+
+    /// Returns whether it is of a job whose launcher is a process of this job. That launcher
+    /// forwards signals to it.
+    pub(super) fn is_of_inner_job(&self, id: &str) -> bool {
+        self.has_jobs(|jobs| is_within(jobs, id)).unwrap_or(false)
+    }
+
+    fn has_jobs(&self, is_one: impl Fn(&str) -> bool) -> Option<bool> {
         let envs = std::fs::read(format!("/proc/{}/environ", self.pid)).ok()?;
         let text = String::from_utf8_lossy(&envs);
         let jobs = text.split('\0').find_map(|env| env.strip_prefix(JOBS)?.strip_prefix('='));
-        Some(jobs.is_some_and(|jobs| jobs.split('/').any(|job| job == id)))
+        Some(jobs.is_some_and(is_one))
     }
+
+    pub(super) fn ignores(&self, signal: i32) -> bool {
+        ignored(&self.pid.to_string()) >> (signal - 1) & 1 == 1
+    }
+}
+
+fn is_within(jobs: &str, id: &str) -> bool {
+    jobs.strip_prefix(id).is_some_and(|inner| inner.starts_with('/'))
 }
 
 /// Returns all processes that `/proc` shows.
@@ -244,14 +295,15 @@ fn processes() -> Vec<Process> {
 }
 
 /// Returns the running processes that belong to `groups`, or descend from the children `ranks` or
-/// from an orphan of the job; without `ranks` themselves, and without daemons, which have a session
-/// of their own and an environment without the job's id.
+/// from an orphan of the job; without `ranks` themselves, and without daemons: orphans with an
+/// environment without the job's id outside of `groups`, and processes with such an environment
+/// and a session of their own.
 pub(super) fn descendants(ranks: &[i32], groups: &[i32], job: &str) -> Vec<Process> {
     let (own, all) = (getpid().as_raw_nonzero().get(), processes());
-    let children = children().pids.clone();
+    let started = children().pids.clone();
     let is_orphan = |process: &&Process| {
         process.parent == own
-            && !children.contains(&process.pid)
+            && !started.contains(&process.pid)
             && process.is_of_job(job) == Some(true)
     };
     let mut found: BTreeMap<i32, i32> = all.iter().filter(is_orphan).map(Process::ids).collect();
@@ -269,7 +321,9 @@ pub(super) fn descendants(ranks: &[i32], groups: &[i32], job: &str) -> Vec<Proce
     }
     let belongs = |one: &Process| found.contains_key(&one.pid) || groups.contains(&one.group);
     let running = |one: &Process| !one.has_ended && !ranks.contains(&one.pid) && belongs(one);
-    all.into_iter().filter(running).collect()
+    let running: Vec<_> = all.into_iter().filter(running).collect();
+    children().seen.extend(running.iter().map(Process::key));
+    running
 }
 
 #[cfg(test)]
@@ -303,23 +357,38 @@ mod tests {
     }
 
     #[test]
-    fn orphans_are_adopted_and_reaped_but_children_are_not() {
-        let reaper = Reaper::start().unwrap();
+    fn orphans_of_the_job_are_reaped_but_children_of_others_are_not() {
+        let reaper = Reaper::start("outer/job".into(), false).unwrap();
         let mut own = spawn(Command::new("sh").args(["-c", "exit 3"]).process_group(0)).unwrap();
-        let mut other = Command::new("sh").args(["-c", "exit 4"]).spawn().unwrap();
-        let script = "sleep 0.2 & echo $!";
-        let mut command = Command::new("sh");
-        command.args(["-c", script]).process_group(0).stdout(Stdio::piped());
-        let mut parent = spawn(&mut command).unwrap();
-        let text = io::read_to_string(parent.stdout.take().unwrap()).unwrap();
+        // The kernel gives children of a thread that has ended to the main thread, like orphans.
+        let other = || Command::new("sh").args(["-c", "exit 4"]).process_group(0).spawn();
+        let mut other = std::thread::spawn(other).join().unwrap().unwrap();
+        let orphan = |jobs: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", "sleep 600 >/dev/null & echo $!"]).env(JOBS, jobs).process_group(0);
+            let mut parent = spawn(command.stdout(Stdio::piped())).unwrap();
+            let text = io::read_to_string(parent.stdout.take().unwrap()).unwrap();
+            assert!(reap(&mut parent).unwrap().success());
+            Process::read(text.trim().parse().unwrap()).unwrap()
+        };
+        let orphans = ["outer/job", "outer/job/inner", "outer/job2"].map(orphan);
+        reap_orphans("outer/job", false);
+        let inner = orphans.each_ref().map(|orphan| orphan.is_of_inner_job("outer/job"));
+        assert_eq!(inner, [false, true, false]);
+        for orphan in &orphans {
+            orphan.signal(Signal::KILL).unwrap();
+        }
+        let state = |orphan: &Process| Process::read(orphan.pid).map(|now| now.has_ended);
         let deadline = Instant::now() + Duration::from_secs(60);
-        while Process::read(text.trim().parse().unwrap()).is_some() {
-            assert!(Instant::now() < deadline, "a zombie: {text}");
+        while orphans.each_ref().map(state) != [None, None, Some(true)] {
+            assert!(Instant::now() < deadline, "{:?}", orphans.each_ref().map(state));
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert!(reap(&mut parent).unwrap().success());
+        await_exit(pid_of(&other)).unwrap();
+        reap_orphans("outer/job", false);
         assert_eq!(reap(&mut own).unwrap().code(), Some(3));
         assert_eq!(other.wait().unwrap().code(), Some(4));
+        waitid(WaitId::Pid(Pid::from_raw(orphans[2].pid).unwrap()), WaitIdOptions::EXITED).unwrap();
         drop(reaper);
     }
 }

@@ -277,7 +277,7 @@ impl Job {
             let may_end = left.iter().any(|(_, error)| error.is_none());
             if !may_end || due <= Instant::now() {
                 // The thread that reaps them may come later, and others take zombies for processes.
-                process::reap_orphans();
+                process::reap_orphans(&self.id, self.options.reap_all);
                 return left;
             }
             std::thread::sleep(KILL_PAUSE);

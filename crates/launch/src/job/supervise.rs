@@ -58,6 +58,30 @@ impl Job {
                 },
             }
         }
+        self.await_signal(announce);
+    }
+
+    /// Handles a signal that arrives with the last exits: systemd, for example, sends it to all
+    /// processes at once, and the ranks may end before it is received here.
+    fn await_signal(&mut self, announce: &dyn Fn(&End)) {
+        if !matches!(self.stage, StopStage::Running | StopStage::Reporting(_)) {
+            return;
+        }
+        let killed = self.ranks.iter().any(|rank| rank.killed);
+        let due = Instant::now() + if killed { SIGNAL_TIME } else { Duration::ZERO };
+        let left = || due.saturating_duration_since(Instant::now());
+        while let Ok(event) = self.queue.events.recv_timeout(left()) {
+            match event {
+                Event::Signal(signal) => {
+                    announce(&End::Left { node: self.assignment.node });
+                    return self.forward(signal);
+                }
+                Event::RemoteEnd { attempt, end } if attempt == self.queue.attempt => {
+                    self.queue.remote.get_or_insert(end);
+                }
+                Event::RemoteEnd { .. } | Event::Exited { .. } => {}
+            }
+        }
     }
 
     /// Records the exit of a rank with its exit code or signal, and starts to stop the others if it
@@ -164,7 +188,7 @@ impl Job {
     }
 
     /// Sends a signal once to each rank, its process groups, and those of its descendants that are
-    /// in other groups of its session, or with SIGKILL in any session.
+    /// in other groups of its session and not of an inner job, or with SIGKILL to all descendants.
     fn signal_ranks(&mut self, signal: Signal) {
         let sessions: Vec<_> = self.unreaped().filter_map(|rank| session(&rank.child)).collect();
         let is_kill = signal == Signal::KILL;
@@ -172,7 +196,9 @@ impl Job {
         let groups = self.groups();
         let mut outside = self.descendants();
         outside.retain(|process| !groups.contains(&process.group));
-        outside.retain(|process| is_kill || sessions.contains(&process.session));
+        outside.retain(|process| {
+            is_kill || sessions.contains(&process.session) && !process.is_of_inner_job(&self.id)
+        });
         for rank in self.ranks.iter_mut().filter(|rank| rank.status.is_none()) {
             let (pid, groups) = (pid_of(&rank.child), rank.groups());
             for &group in &groups {
@@ -215,16 +241,21 @@ impl Job {
     pub(super) fn await_descendants(&mut self, announce: &dyn Fn(&End)) {
         let sessions: Vec<_> = self.unreaped().filter_map(|rank| session(&rank.child)).collect();
         // A non-interactive shell lets its background processes ignore SIGINT.
-        let ignored = self.queue.signal == Some(SIGINT);
+        let (is_int, id) = (self.queue.signal == Some(SIGINT), self.id.clone());
+        let was_missed = |one: &&Process| {
+            let is_out = !sessions.contains(&one.session) || is_int && one.ignores(SIGINT);
+            is_out && !one.is_of_inner_job(&id)
+        };
         let mut has_signalled = false;
         while let StopStage::Stopping(due) = self.stage {
             let left = self.descendants();
             if left.is_empty() || due <= Instant::now() {
                 return;
             }
-            let missed = left.iter().filter(|one| ignored || !sessions.contains(&one.session));
-            for process in missed.filter(|_| !has_signalled) {
-                let _ = process.signal(Signal::TERM);
+            if !has_signalled {
+                for process in left.iter().filter(was_missed) {
+                    let _ = process.signal(Signal::TERM);
+                }
             }
             has_signalled = true;
             match self.queue.events.recv_timeout(POLL) {
@@ -324,5 +355,7 @@ fn report_exit(
 
 /// Time for a process to end after SIGKILL.
 const KILL_TIME: Duration = Duration::from_secs(10);
+/// Time for a signal to arrive that has also ended a rank.
+const SIGNAL_TIME: Duration = Duration::from_millis(100);
 /// Time between two looks for killed processes.
 const KILL_PAUSE: Duration = Duration::from_millis(5);

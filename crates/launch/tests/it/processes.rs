@@ -125,6 +125,62 @@ fn ranks_of_a_killed_inner_launcher_end() {
 }
 
 #[test]
+fn rank_of_an_inner_launcher_gets_each_signal_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = "n=0; trap 'n=$((n+1))' TERM; touch ready.$RANK
+        while [ $n = 0 ]; do sleep 0.01; done
+        for i in 1 2 3 4 5 6 7 8 9; do sleep 0.05; done; echo $n >signals.$RANK; exit 75";
+    let inner = [env!("CARGO_BIN_EXE_launch"), "--nproc-per-node=2", "sh", "-c"];
+    let mut command = Command::new("env");
+    command.args(["--default-signal", env!("CARGO_BIN_EXE_launch"), "--shutdown-timeout=60"]);
+    command.args(inner).arg(format!("cd {}; {script}", dir.path().display()));
+    let mut launcher = Launcher::start(&mut command);
+    let file = |name: &str, rank: u8| dir.path().join(format!("{name}.{rank}"));
+    soon("the ranks are ready", || [0, 1].iter().all(|&rank| file("ready", rank).exists()));
+    kill("-TERM", launcher.child.id());
+    assert_eq!(launcher.wait(), 75, "{}", launcher.reader.text());
+    let signals = [0, 1].map(|rank| std::fs::read_to_string(file("signals", rank)).unwrap());
+    assert_eq!(signals, ["1\n"; 2]);
+}
+
+/// A supervisor may signal ranks first, and the launcher before it has seen their exits.
+#[test]
+fn program_has_time_to_save_if_its_shell_ends_before_the_launcher_is_signalled() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = "echo $PPID >shell.$RANK; trap 'sleep 0.5; touch saved.$RANK; exit 75' TERM
+        touch ready.$RANK; while :; do sleep 0.05; done";
+    let wrapper = ["sh", "-c", r#"sh -c "$0"; exit $?"#];
+    let mut launcher = start(dir.path(), &["--shutdown-timeout=60"], &wrapper, script);
+    let file = |name: &str| [0, 1].map(|rank| dir.path().join(format!("{name}.{rank}")));
+    soon("the ranks are ready", || file("ready").iter().all(|file| file.exists()));
+    kill("-STOP", launcher.child.id());
+    for shell in file("shell") {
+        let shell = std::fs::read_to_string(shell).unwrap();
+        kill("-TERM", shell.trim().parse().unwrap());
+        soon("the shell has ended", || is_gone(shell.trim()));
+    }
+    kill("-TERM", launcher.child.id());
+    kill("-CONT", launcher.child.id());
+    assert_eq!(launcher.wait(), 143, "{}", launcher.reader.text());
+    assert!(file("saved").iter().all(|file| file.exists()), "{}", launcher.reader.text());
+}
+
+#[test]
+fn program_that_saves_on_sigint_gets_no_sigterm() {
+    let dir = tempfile::tempdir().unwrap();
+    // SIGTERM would end the `sleep`.
+    let script = "trap 'sleep 0.5 && touch saved.$RANK; exit 75' INT; touch ready.$RANK
+        while :; do sleep 0.05; done";
+    let wrapper = ["bash", "-c", r#"set -m; sh -c "$0" & wait $!"#];
+    let mut launcher = start(dir.path(), &["--shutdown-timeout=60"], &wrapper, script);
+    let file = |name: &str| [0, 1].map(|rank| dir.path().join(format!("{name}.{rank}")));
+    soon("the ranks are ready", || file("ready").iter().all(|file| file.exists()));
+    kill("-INT", launcher.child.id());
+    assert_eq!(launcher.wait(), 130, "{}", launcher.reader.text());
+    assert!(file("saved").iter().all(|file| file.exists()), "{}", launcher.reader.text());
+}
+
+#[test]
 fn process_that_a_rank_leaves_in_another_session_ends_with_the_job() {
     let ran = run(1, "setsid sleep 60 & echo $!", |_| {});
     assert_eq!((ran.code, &*ran.stderr), (0, ""));

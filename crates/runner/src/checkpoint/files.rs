@@ -224,15 +224,19 @@ pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     if is_checkpoint(path) {
         return fs::remove_dir_all(path);
     }
-    Err(std::io::Error::other("it contains files that are not part of a checkpoint"))
+    Err(std::io::Error::other(
+        "it contains files that are not part of a checkpoint, or cannot be read",
+    ))
 }
 
-/// Returns whether a directory contains only files of a checkpoint.
+/// Returns whether a directory can be read and contains only files of a checkpoint.
 fn is_checkpoint(dir: &Path) -> bool {
     let of = |path: &Path| path.extension().is_some_and(|e| e == "safetensors");
-    let mut entries = fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let unfinished = temporary(dir, STATE);
-    entries.all(|path| of(&path) || path.ends_with(STATE) || path == unfinished)
+    let is_part = |path: &Path| of(path) || path.ends_with(STATE) || path == unfinished;
+    let Ok(mut entries) = fs::read_dir(dir) else { return false };
+    // An entry that cannot be read may be a user's.
+    entries.all(|entry| entry.is_ok_and(|entry| is_part(&entry.path())))
 }
 
 pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {

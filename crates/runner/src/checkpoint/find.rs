@@ -110,7 +110,7 @@ fn candidates(work_dir: &Path, warn: &mut dyn FnMut(&str)) -> Result<Vec<PathBuf
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(e) => return Err(io("read", work_dir)(e)),
     };
-    let (last, mut all) = (pointed_to(work_dir).ok().flatten(), Vec::new());
+    let (last, mut all) = (pointed_to(work_dir), Vec::new());
     for entry in entries {
         let path = entry.map_err(io("read", work_dir))?.path();
         let hidden = path.file_name().is_some_and(|n| n.to_string_lossy().starts_with('.'));
@@ -119,7 +119,9 @@ fn candidates(work_dir: &Path, warn: &mut dyn FnMut(&str)) -> Result<Vec<PathBuf
             continue;
         }
         let current = replaced.as_ref().unwrap_or(&path);
-        let is_own = last.as_ref() == Some(current) || is_called_as_own(current);
+        // A `last_checkpoint` that cannot be read may name it.
+        let is_last = last.as_ref().map_or(true, |last| last.as_ref() == Some(current));
+        let is_own = is_last || is_called_as_own(current);
         let has_replacement = replaced.as_ref().map_or(Ok(false), |path| exists(path));
         match has_replacement.and_then(|has| Ok(!has && is_file(&path.join(STATE))?)) {
             Ok(true) => {}

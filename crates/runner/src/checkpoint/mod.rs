@@ -1035,6 +1035,10 @@ mod tests {
         fs::write(dir.path().join(LAST), "lost+found").unwrap();
         assert!(reason(newest(dir.path())).contains("lost+found/state.json"));
         assert!(of_another_run(dir.path(), None, &mut |_| {}).is_err());
+        fs::write(dir.path().join(LAST), [0xff]).unwrap();
+        assert!(of_another_run(dir.path(), None, &mut |_| {}).is_err());
+        // A look at files that fails is no permission to remove them.
+        assert!(remove(&dir.path().join(LAST)).is_err());
     }
 
     #[test]

@@ -126,9 +126,11 @@ impl Runner {
     pub fn save_checkpoint(&mut self, save: Save) -> Result<bool> {
         self.check_unspent()?;
         std::iter::once(&save.name).chain(&save.replaces).try_for_each(|n| check_name(n))?;
-        self.check_all_losses()?;
+        let checked = self.check_all_losses();
+        self.or_abort(checked)?;
         self.compare_rates()?;
-        if let Some(found) = self.find_non_finite()? {
+        let found = self.find_non_finite();
+        if let Some(found) = self.or_abort(found)? {
             let text = format!("{} is not saved: {} not finite", save.name, found.what);
             self.logger().warning(&text);
             self.status.refused.get_or_insert(save.position.iter);

@@ -265,8 +265,8 @@ impl Process {
         self.has_jobs(|jobs| jobs == id || is_within(jobs, id))
     }
 
-    /// Returns whether it is of a job whose launcher is a process of this job. That launcher
-    /// forwards signals to it.
+    /// Returns whether it is of a job whose launcher is a process of this job, and forwards signals
+    /// to it.
     pub(super) fn is_of_inner_job(&self, id: &str) -> bool {
         self.has_jobs(|jobs| is_within(jobs, id)).unwrap_or(false)
     }

@@ -67,7 +67,8 @@ use self::nodes::{Coordinator, coordinator};
 pub use self::options::{LaunchOptions, Logs, Nodes, RdzvConfig, Streams};
 pub use self::output::Sink;
 pub use self::rank::{
-    EXIT_SAVED, is_elastic, label_lines, record_error, record_failure, record_panics, tie_to_parent,
+    EXIT_SAVED, is_elastic, is_signal_ignored, label_lines, record_error, record_failure,
+    record_panics, tie_to_parent,
 };
 
 /// Tests the examples of the README.

@@ -54,7 +54,7 @@ pub fn catch() -> Result<()> {
             .map_err(fail)?;
     }
     // Under `nohup` a run continues when its terminal closes.
-    let hangup = (!is_ignored(SIGHUP)).then_some(SIGHUP);
+    let hangup = (!launch::is_signal_ignored(SIGHUP)).then_some(SIGHUP);
     for signal in ENDS.into_iter().chain([SIGUSR1, SIGUSR2, SIGXCPU]).chain(hangup) {
         let number = usize::try_from(signal).unwrap_or(0);
         flag::register_usize(signal, Arc::clone(&noted), number).map_err(fail)?;
@@ -78,16 +78,6 @@ pub fn catch() -> Result<()> {
 /// Signals that end the process at once when repeated.
 const ENDS: [i32; 2] = [SIGINT, SIGTERM];
 
-/// Returns whether this process was started with a signal ignored.
-fn is_ignored(signal: i32) -> bool {
-    // The name of the program in it may be cut within a character.
-    let status = std::fs::read("/proc/self/status").unwrap_or_default();
-    let status = String::from_utf8_lossy(&status);
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
-}
-
 /// Returns whether [`catch`] was called.
 pub(crate) fn are_caught() -> bool {
     NOTED.get().is_some()
@@ -106,19 +96,4 @@ fn once() -> Duration {
     let topology = Topology::from_env(|name| std::env::var(name).ok());
     let alone = topology.is_ok_and(|topology| topology.launcher == Launcher::None);
     Duration::from_millis(if alone { 50 } else { 1000 })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ignored_signals_are_known_if_the_programs_name_is_cut_within_a_letter() {
-        let name = std::fs::read("/proc/self/comm").unwrap();
-        std::fs::write("/proc/self/comm", b"1234567890\xd0\xbe\xd0").unwrap();
-        // The standard library ignores SIGPIPE.
-        let ignored = is_ignored(signal_hook::consts::SIGPIPE);
-        std::fs::write("/proc/self/comm", name).unwrap();
-        assert!(ignored);
-    }
 }

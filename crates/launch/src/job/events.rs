@@ -10,6 +10,7 @@ use signal_hook::flag;
 use signal_hook::iterator::{Handle, Signals};
 
 use super::attempt::End;
+use crate::rank::is_ignored;
 use crate::{Error, Result};
 
 /// An event that another thread sends to the supervising thread.
@@ -84,19 +85,18 @@ impl SignalThread {
             );
             return Err(Error::Options(text));
         }
-        let ignored = ignored("self");
-        let is_ignored = |signal: i32| ignored >> (signal - 1) & 1 == 1;
         // If SIGCHLD is ignored, the kernel reaps the ranks; with the default action of SIGXFSZ, a
         // log file at the size limit ends the launcher. An empty handler prevents both, and ranks
         // do not inherit it.
-        let quiet =
-            [SIGCHLD, SIGXFSZ].into_iter().filter(|&one| is_ignored(one) == (one == SIGCHLD));
+        let quiet = [SIGCHLD, SIGXFSZ]
+            .into_iter()
+            .filter(|&one| is_ignored("self", one) == (one == SIGCHLD));
         let handle_signals = || Error::io("handle signals");
         for signal in quiet {
             flag::register(signal, Arc::default()).map_err(handle_signals())?;
         }
         // Ignored signals stay ignored, for example SIGHUP under `nohup`.
-        let all = signals.iter().filter(|&&signal| !is_ignored(signal));
+        let all = signals.iter().filter(|&&signal| !is_ignored("self", signal));
         let mut signals = Signals::new(all).map_err(handle_signals())?;
         let handle = signals.handle();
         let thread = std::thread::Builder::new()
@@ -112,35 +112,11 @@ impl SignalThread {
     }
 }
 
-/// Mask of the signals that a process, a pid or `self`, ignores: bit `s - 1` is signal `s`.
-pub(super) fn ignored(process: &str) -> u64 {
-    // The name of the program in it may be cut within a character.
-    let status = std::fs::read(format!("/proc/{process}/status")).unwrap_or_default();
-    let status = String::from_utf8_lossy(&status);
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
-}
-
 impl Drop for SignalThread {
     fn drop(&mut self) {
         self.handle.close();
         if let Some(thread) = self.thread.take() {
             drop(thread.join());
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ignored_signals_are_known_if_the_programs_name_is_cut_within_a_letter() {
-        let name = std::fs::read("/proc/self/comm").unwrap();
-        std::fs::write("/proc/self/comm", b"1234567890\xd0\xbe\xd0").unwrap();
-        let mask = ignored("self");
-        std::fs::write("/proc/self/comm", name).unwrap();
-        // The standard library ignores SIGPIPE.
-        assert_eq!(mask >> (signal_hook::consts::SIGPIPE - 1) & 1, 1);
     }
 }

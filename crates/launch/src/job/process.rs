@@ -29,8 +29,8 @@ use rustix::process::{
 use signal_hook::consts::SIGCHLD;
 use signal_hook::iterator::{Handle, Signals};
 
-use super::events::{Event, ignored};
-use crate::rank::JOBS;
+use super::events::Event;
+use crate::rank::{JOBS, is_ignored};
 use crate::{Error, Result};
 
 /// Children that this crate has started and not yet reaped.
@@ -279,7 +279,7 @@ impl Process {
     }
 
     pub(super) fn ignores(&self, signal: i32) -> bool {
-        ignored(&self.pid.to_string()) >> (signal - 1) & 1 == 1
+        is_ignored(&self.pid.to_string(), signal)
     }
 }
 

@@ -63,6 +63,22 @@ pub fn label_lines(text: &str) -> Cow<'_, str> {
     })
 }
 
+/// Returns whether this process ignores a signal, such as SIGHUP if it was started by `nohup`. A
+/// program that handles signals leaves such a one ignored.
+pub fn is_signal_ignored(signal: i32) -> bool {
+    is_ignored("self", signal)
+}
+
+/// Returns whether a process, a pid or `self`, ignores a signal.
+pub(crate) fn is_ignored(process: &str, signal: i32) -> bool {
+    // The name of the program in it may be cut within a character.
+    let status = std::fs::read(format!("/proc/{process}/status")).unwrap_or_default();
+    let status = String::from_utf8_lossy(&status);
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
 fn rank_to_label(lookup: impl Fn(&str) -> Option<String>) -> Option<usize> {
     let by_launcher = lookup(LAUNCHER_PID).is_some();
     let topology = Topology::from_env(lookup).ok()?;
@@ -90,5 +106,15 @@ mod tests {
         let alone = mpi.replace("RANK=3", "RANK=0").replace("WORLD_SIZE=4", "WORLD_SIZE=1");
         assert_eq!((rank(&alone), rank("")), (None, None));
         assert_eq!(rank(&format!("{torchrun} {LAUNCHER_PID}=7")), None);
+    }
+
+    #[test]
+    fn ignored_signals_are_known_if_the_programs_name_is_cut_within_a_letter() {
+        let name = std::fs::read("/proc/self/comm").unwrap();
+        std::fs::write("/proc/self/comm", b"1234567890\xd0\xbe\xd0").unwrap();
+        // The standard library ignores SIGPIPE.
+        let ignored = is_signal_ignored(signal_hook::consts::SIGPIPE);
+        std::fs::write("/proc/self/comm", name).unwrap();
+        assert!(ignored);
     }
 }

@@ -1,10 +1,12 @@
-//! Reads arbitrary bytes as a shard of a stream: as lines, compressed lines, and an archive.
+//! Reads arbitrary bytes as a shard of a stream: as lines, compressed lines, and an archive; and
+//! each record of text as JSON.
 //!
 //! Checks: every record that was read is read again from its own place, and skipping it leads to
-//! the same place; records of a file that is not compressed are no larger than the file.
+//! the same place; records of a file that is not compressed are no larger than the file; numbers of
+//! JSON are finite.
 
-use train_data::stream::{Source, TarFiles, TextFiles};
-use train_data::{Error, Sample};
+use train_data::stream::{Source, TarFiles, TextFiles, parse_json};
+use train_data::{ArrayData, Error, Sample};
 
 /// Checks one input.
 pub fn check(bytes: &[u8]) {
@@ -41,6 +43,16 @@ fn check_source(source: Result<impl Source, Error>, max: usize) {
         assert!(skipped.skip().expect("it was read before"));
         assert_eq!(skipped.place(), records.place());
         place = records.place();
+        check_json(sample);
+    }
+}
+
+fn check_json(record: Sample) {
+    let Ok(fields) = parse_json(record) else { return };
+    for (name, array) in fields.iter() {
+        if let ArrayData::F32(values) = array.data() {
+            assert!(values.iter().all(|value| value.is_finite()), "{name}: {values:?}");
+        }
     }
 }
 

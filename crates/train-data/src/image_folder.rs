@@ -23,7 +23,9 @@ use crate::{Array, BoxError, Dataset, Error, Result, Sample, SampleRng};
 ///   images.
 /// * Links to directories are followed, but not one to a directory that the link is in: torchvision
 ///   lists each image some forty times then.
-/// * Images in formats other than JPEG and PNG are an error; torchvision lists them.
+/// * Images in the other formats that torchvision lists are an error.
+///
+/// Files with other extensions (`.gif`, `.avif`, `.heic`) are left out, as in torchvision.
 #[derive(Debug)]
 pub struct ImageFolder {
     root: PathBuf,
@@ -132,9 +134,14 @@ fn images_below(folder: Folder) -> Result<Vec<(PathBuf, PathBuf)>> {
     let mut folders = vec![folder];
     while let Some(Folder { path, reached }) = folders.pop() {
         for entry in entries(&path)? {
-            if entry.path.is_dir() {
+            let found = fs::metadata(&entry.path);
+            if found.as_ref().is_ok_and(fs::Metadata::is_dir) {
                 folders.extend(entry.folder(&reached)?);
             } else if is_image(&entry)? {
+                // A link without a target is named when the sample is read.
+                if found.is_ok_and(|found| !found.is_file()) {
+                    return Err(Error::Input(format!("{} is not a file", entry.path.display())));
+                }
                 all.push((path.clone(), entry.path));
             }
         }
@@ -317,7 +324,12 @@ mod tests {
         assert!(error().contains("cat has no JPEG or PNG file"), "{}", error());
         fs::write(root.join("cat/1.webp"), "").unwrap();
         assert!(error().contains("1.webp: only JPEG"), "{}", error());
+        // Reading a pipe would wait for one who writes.
+        let pipe = std::process::Command::new("mkfifo").arg(root.join("cat/0.png")).status();
+        assert!(pipe.unwrap().success());
         fs::rename(root.join("cat/1.webp"), root.join("cat/1.png")).unwrap();
+        assert!(error().contains("cat/0.png is not a file"), "{}", error());
+        fs::remove_file(root.join("cat/0.png")).unwrap();
         let images = ImageFolder::new(root).unwrap();
         let error = images.batch(&[0.into()]).unwrap_err().to_string();
         assert!(error.contains("sample 0: ") && error.contains("cat/1.png: not a JPEG"), "{error}");

@@ -59,7 +59,7 @@ impl Metric for ConfusionMatrix {
 
     fn compute(&self) -> Result<Vec<(String, f64)>, BoxError> {
         if self.state.iter().all(|count| *count == 0.0) {
-            return Err("there are no samples".into());
+            return Err("there are no samples, or the logits of each have a NaN".into());
         }
         Ok(self.names().unwrap_or_default().into_iter().zip(self.state.iter().copied()).collect())
     }

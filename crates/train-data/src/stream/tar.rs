@@ -8,10 +8,10 @@ use crate::{Array, BoxError, Result, Sample};
 ///
 /// Consecutive files whose paths are equal up to the first dot of their names (`a/7.jpg`,
 /// `a/7.cls`) are one [`Sample`]: one field of bytes per file, named by the rest after that dot in
-/// lower case, and first `__key__`, the part before it. Directories, symbolic links, devices and
-/// files without a dot are skipped, unless all files are: that is an error. So is a hard link that
-/// would be a file of a record, as its content is elsewhere. A record's files must be consecutive,
-/// as in an archive of sorted names.
+/// lower case, and first `__key__`, the part before it. Directories, devices and files without a
+/// dot are skipped, unless all files are: that is an error. So is a link that would be a file of a
+/// record, as its content is elsewhere. A record's files must be consecutive, as in an archive of
+/// sorted names.
 ///
 /// An archive ends with a block of zeros, without which it is an error: it was cut. Blocks of zeros
 /// may be followed by another archive (`cat a.tar b.tar`), which is read on. A position is a number
@@ -156,7 +156,7 @@ impl Records for Archive {
 fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
     // Set by headers before the file's own.
     let (mut start, mut long_name, mut long_size) = (None, None, None);
-    // First block of zeros; whether a file or a link was skipped.
+    // First block of zeros; whether a file was skipped.
     let (mut end, mut has_skipped) = (None, false);
     let is_start = input.place() == 0;
     loop {
@@ -201,15 +201,15 @@ fn next_entry(input: &mut Input) -> Result<Next, BoxError> {
                 let name = long_name.take().unwrap_or_else(|| header.name());
                 let size = long_size.take().unwrap_or(size);
                 let place = start.take().unwrap_or(place);
-                let is_file = matches!(kind, b'0' | b'7' | b'1' | 0);
+                let is_file = matches!(kind, b'0' | b'7' | b'1' | b'2' | 0);
                 if is_file && let Some((key, extension)) = split(&name).map_err(at)? {
                     let is_first = end.is_some();
-                    if kind == b'1' {
-                        return Err(at(HARD_LINK.into()).into());
+                    if matches!(kind, b'1' | b'2') {
+                        return Err(at(LINK.into()).into());
                     }
                     return Ok(Next::File(Entry { place, key, extension, size, is_first }));
                 }
-                has_skipped |= (is_file || kind == b'2') && !name.ends_with(b"/");
+                has_skipped |= is_file && !name.ends_with(b"/");
                 // Links, devices and directories have no content, regardless of their size.
                 if !matches!(kind, b'1'..=b'6') {
                     skip_content(input, size)?;
@@ -287,11 +287,10 @@ fn read_header(input: &mut Input, is_after_end: bool) -> Result<Option<Header>, 
 }
 
 /// Error of an archive whose files were all skipped.
-const NO_RECORD: &str = "no file of the archive belongs to a record: their names lack a dot, or they are symbolic \
-                         links (`tar --dereference` stores their content)";
+const NO_RECORD: &str = "no file of the archive belongs to a record: their names lack a dot";
 /// Error of a file without content.
-const HARD_LINK: &str = "the file is a hard link to another one: make the archive with its content (`tar \
-                         --hard-dereference`)";
+const LINK: &str = "the file is a link to another one: make the archive with its content (`tar --dereference \
+                    --hard-dereference`)";
 /// Error of an archive without a block of zeros.
 const NO_END: &str = "the archive was cut: it lacks the blocks of zeros of its end; make it anew, or, if it is whole, \
                       append 1024 bytes of zeros";
@@ -619,16 +618,14 @@ pub(super) mod tests {
             (with(file("a.b\u{e9}", b'0', b""))[..whole().len() + 511].to_vec(), "after 511"),
             (whole(), "at byte 1536: the archive was cut: it lacks the blocks of zeros"),
             (vec![], "archive header at byte 0: the archive was cut"),
-            (
-                with(file("b.txt", b'1', b"")),
-                "at byte 1536: the file is a hard link to another one",
-            ),
+            (with(file("b.txt", b'1', b"")), "at byte 1536: the file is a link to another one"),
             (
                 [file("d/", 0, b""), file("d/a", b'0', b"y"), END.to_vec()].concat(),
                 "no file of the",
             ),
             (file("d/a", b'0', b"y"), "at byte 1024: the archive was cut"),
-            ([file("a.txt", b'2', b""), END.to_vec()].concat(), "no file of the archive belongs"),
+            (with(file("b.txt", b'2', b"")), "the file is a link to another one: make"),
+            ([file("a", b'2', b""), END.to_vec()].concat(), "no file of the archive belongs"),
             (with(file("x", b'M', b"y")), "at byte 1536: entries of kind `M` are not supported"),
             (with([END.to_vec(), vec![1; 600]].concat()), "byte 2560: other bytes follow the end"),
             (with([END.to_vec(), vec![1; 6]].concat()), "byte 2560: the file ends after 6 of its"),

@@ -199,8 +199,15 @@ pub struct ColorJitter {
 impl ColorJitter {
     /// Takes torchvision's arguments: factors from 1 - x (at least 0) to 1 + x, shifts from -`hue`
     /// to `hue`; 0 leaves the property unchanged.
+    ///
+    /// # Panics
+    ///
+    /// If an argument is negative or NaN.
     #[must_use]
     pub fn new(brightness: f64, contrast: f64, saturation: f64, hue: f64) -> Self {
+        for x in [brightness, contrast, saturation, hue] {
+            assert!(x >= 0.0, "a range of colors must not be negative, got {x}");
+        }
         let around = |x: f64| (x > 0.0).then(|| [(1.0 - x).max(0.0), 1.0 + x]);
         Self {
             brightness: around(brightness),
@@ -266,6 +273,11 @@ mod tests {
         for jitter in jitters {
             let made = jitter.image(image(), &mut Draw::from(0).random());
             assert!(made.is_err(), "{jitter:?}");
+        }
+        for (x, at) in [f64::NAN, -0.5].into_iter().flat_map(|x| (0..4).map(move |at| (x, at))) {
+            let of = |index| if index == at { x } else { 0.0 };
+            let made = std::panic::catch_unwind(|| ColorJitter::new(of(0), of(1), of(2), of(3)));
+            assert!(made.is_err(), "{x} at {at}");
         }
         for prob in [f64::NAN, -0.1, 1.1] {
             let error = RandomGrayscale(prob).image(image(), &mut Draw::from(0).random());

@@ -28,8 +28,8 @@ def write(root: pathlib.Path, long: str) -> list[str]:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    os.symlink("0.cls", root / "set/7.link")
-    names = ["set/0.cls", "set/0.JPG", "set/0.seg.png", "set/README", "set/.hidden", "set/7.link"]
+    os.symlink("0.cls", root / "set/link")
+    names = ["set/0.cls", "set/0.JPG", "set/0.seg.png", "set/README", "set/.hidden", "set/link"]
     # The folder stands between two records.
     return [*names, "set", *[name for name in files if name not in names]]
 

@@ -15,7 +15,7 @@ pub(super) const MARKERS: [&str; 4] = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCA
 
 pub(super) fn read(reader: &mut Reader<'_>, topology: &mut Topology) -> Result<()> {
     reader.hint = "though the launcher is torchrun (chosen or detected); set it, start the \
-                   ranks with `runner launch` or torchrun, or choose another launcher";
+                   ranks with `launch` or torchrun, or choose another launcher";
     let single = "single process";
     let world_size = reader.value("world_size", &["WORLD_SIZE"], None)?;
     let rank = reader.value("rank", &["RANK"], None)?;

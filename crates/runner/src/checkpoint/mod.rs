@@ -84,6 +84,9 @@ pub struct Meta {
     pub config: String,
     /// State of the loss scaler.
     pub(crate) loss_scaler: Option<::amp::ScalerState>,
+    /// Number of optimizer steps skipped in a row.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) skipped: usize,
     /// State of the schedulers.
     #[serde(default)]
     pub schedulers: Vec<Scheduler>,
@@ -109,6 +112,10 @@ pub struct Meta {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora: Option<LoraOptions>,
     pub(crate) files: Vec<FileMeta>,
+}
+
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -218,7 +225,8 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> 
     check_name(name)?;
     let Contents { meta, model, optim, extra, ranks, is_last, .. } = contents;
     let loss_scaler = optim.as_ref().and_then(|o| o.loss_scaler);
-    let meta = Meta { loss_scaler, ..meta };
+    let skipped = optim.as_ref().map_or(0, |o| o.skipped);
+    let meta = Meta { loss_scaler, skipped, ..meta };
     // Each file is encoded, written and freed before the next, and so are its tensors.
     let path = write(work_dir, name, meta, |add| {
         add(MODEL, serialize(MODEL, &model)?)?;
@@ -636,6 +644,7 @@ mod tests {
             optim: Some(OptimWrapperState {
                 optimizer: sgd.state_dict().unwrap(),
                 loss_scaler: scaler.state_dict(),
+                skipped: 2,
             }),
             extra: vec![("more".into(), vec![Tensor::f32("x".into(), vec![2], &[1.0, -2.5])])],
             own: Vec::new(),
@@ -671,7 +680,8 @@ mod tests {
         assert_eq!(loaded.meta.position, saved.meta.position);
         assert_eq!((loaded.meta.world_size, loaded.meta.seed), (2, u64::MAX));
         assert_eq!((loaded.meta.config.as_str(), &loaded.meta.hooks["H"]), ("x = 1", &7.into()));
-        assert_eq!(loaded.optim.as_ref().unwrap().loss_scaler, saved.optim.unwrap().loss_scaler);
+        let optim = loaded.optim.as_ref().unwrap();
+        assert_eq!((optim.loss_scaler, optim.skipped), (saved.optim.unwrap().loss_scaler, 2));
         assert_eq!(loaded.extra("more").unwrap().unwrap(), saved.extra[0].1);
         assert_eq!(loaded.extra("less").unwrap(), None);
         assert_eq!(loaded.meta.random, saved.meta.random);

@@ -105,7 +105,8 @@ pub(super) fn read(path: &Path) -> Result<Checkpoint, Fault> {
             OPTIMIZER => {
                 let optimizer = StateDict::from_safetensors(&bytes)
                     .map_err(|e| Fault::damaged(path, OPTIMIZER, e))?;
-                optim = Some(OptimWrapperState { optimizer, loss_scaler: meta.loss_scaler });
+                let (loss_scaler, skipped) = (meta.loss_scaler, meta.skipped);
+                optim = Some(OptimWrapperState { optimizer, loss_scaler, skipped });
             }
             _ => {}
         }

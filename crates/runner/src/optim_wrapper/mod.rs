@@ -161,6 +161,8 @@ pub struct OptimWrapperState {
     pub optimizer: StateDict,
     /// State of the loss scaler, if there is one.
     pub loss_scaler: Option<ScalerState>,
+    /// Number of steps skipped in a row.
+    pub skipped: usize,
 }
 
 /// Result of one batch.

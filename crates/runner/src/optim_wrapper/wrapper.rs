@@ -200,6 +200,7 @@ impl OptimWrapper {
         Ok(OptimWrapperState {
             optimizer: self.optimizer.state_dict()?,
             loss_scaler: self.scaler.state_dict(),
+            skipped: self.skipped,
         })
     }
 
@@ -247,7 +248,7 @@ impl OptimWrapper {
             Error::Checkpoint(format!("`loss_scaler`: {why}{hint}"))
         })?;
         self.optimizer.load_state_dict(&state.optimizer)?;
-        self.scaler = restored;
+        (self.scaler, self.skipped) = (restored, state.skipped);
         Ok(())
     }
 
@@ -707,6 +708,16 @@ mod tests {
             assert!(text.starts_with(&says), "{text}");
             assert_eq!(*weights(&engine), all(0.75));
         }
+        // A resumed run goes on counting.
+        let (mut engine, mut model, mut optim) = parts(1, fixed(8.0));
+        engine.gradient = f32::NAN;
+        for _ in 0..99 {
+            update(&mut engine, &mut model, &mut optim).unwrap();
+            let saved = optim.state_dict().unwrap();
+            optim = parts(1, fixed(8.0)).2;
+            optim.load_state_dict(&saved).unwrap();
+        }
+        update(&mut engine, &mut model, &mut optim).unwrap_err();
         // By default after 100 steps, each of two batches.
         let (mut engine, mut model, mut optim) = parts(2, LossScaler::disabled());
         engine.gradient = f32::NAN;

@@ -118,7 +118,8 @@ impl Builder {
     }
 
     /// Does not train variables with these names, in which `*` matches any text: they have neither
-    /// averages nor optimizer state. Adapters of [`lora`](candle_ops::nn::lora()) are trained
+    /// averages nor optimizer state. A variable with several names is not trained if one of them
+    /// fits. Adapters of [`lora`](candle_ops::nn::lora()) are trained
     /// anyway, so `["*"]` trains only the adapters; layers with an adapter are always frozen.
     pub fn frozen<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.frozen.extend(patterns.into_iter().map(Into::into));
@@ -255,14 +256,18 @@ impl Builder {
         let (half, clip) = (self.half, self.clip);
         let hyper = optimizer.state_dict()?.param_groups;
         let kind = optimizer.kind();
-        let options = [
+        let options = vec![
             format!("precision {half:?}, clip {clip:?}, accumulate {every}, seed {}", self.seed),
             format!("loss scale {:?}, max_consecutive_skips {max_skips}", scaler.state_dict()),
             format!("optimizer {kind} {hyper}"),
         ];
+        let options = [variables.described().collect(), options];
         Ok(Prepared { variables, device, optimizer, base_lrs, scaler, options })
     }
 }
+
+/// Variables and options that must be equal on all ranks, in words.
+type Options = [Vec<String>; 2];
 
 /// A rank's parts of a trainer, before ranks compare their options.
 struct Prepared {
@@ -271,8 +276,7 @@ struct Prepared {
     optimizer: Box<dyn Optimizer>,
     base_lrs: Vec<f64>,
     scaler: LossScaler,
-    /// Must be equal on all ranks.
-    options: [String; 3],
+    options: Options,
 }
 
 impl fmt::Debug for Builder {
@@ -405,8 +409,8 @@ fn first_device(vars: &VarMap) -> Device {
 }
 
 /// Compares the options of all ranks. If one has failed, all have its reason.
-fn check_alike(group: &ProcessGroup, own: &Result<[String; 3], String>) -> Result<()> {
-    let named = |(rank, options): (usize, Result<[String; 3], String>)| {
+fn check_alike(group: &ProcessGroup, own: &Result<Options, String>) -> Result<()> {
+    let named = |(rank, options): (usize, Result<Options, String>)| {
         options.map_err(|reason| {
             Error::InvalidArgument(format!("rank {rank} cannot build its trainer: {reason}"))
         })
@@ -414,8 +418,12 @@ fn check_alike(group: &ProcessGroup, own: &Result<[String; 3], String>) -> Resul
     let all = all_gather_object(group, own)?.into_iter().enumerate().map(named);
     let all = all.collect::<Result<Vec<_>>>()?;
     for (rank, other) in all.iter().enumerate() {
-        if let Some((first, other)) = all[0].iter().zip(other).find(|(first, other)| first != other)
-        {
+        for (first, other) in all[0].iter().zip(other) {
+            let differs = |index: &usize| first.get(*index) != other.get(*index);
+            let Some(index) = (0..first.len().max(other.len())).find(differs) else { continue };
+            let nothing = "nothing".to_owned();
+            let first = first.get(index).unwrap_or(&nothing);
+            let other = other.get(index).unwrap_or(&nothing);
             let text =
                 format!("ranks differ in their options: rank 0 has {first}; rank {rank} {other}");
             return Err(Error::InvalidArgument(text));

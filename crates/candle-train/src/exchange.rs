@@ -22,10 +22,10 @@ const STEP_WEIGHTED: &str = "step_weighted";
 pub(crate) struct OpenStep {
     /// The method that trains its batches; `None` before the first one.
     pub(crate) call: Option<&'static str>,
-    /// The count that gradients are relative to: the mean over the ranks of the first batch's,
-    /// times the power of two that is closest to the last step's mean. The power keeps gradients in
-    /// the range of `f16` if the first batch is an unusual one, and changes no bit otherwise. 0
-    /// while no rank has counted anything.
+    /// The count that gradients are relative to: the largest of the ranks' first batches, and if
+    /// more batches follow, times the power of two that is closest to the last step's mean above
+    /// it. So gradients stay in the range of `f16` if a batch is an unusual one; with equal counts
+    /// no bit changes. 0 while no rank has counted anything.
     pub(crate) unit: f64,
     /// The sum of this rank's counts.
     pub(crate) count: f64,
@@ -48,15 +48,16 @@ impl Trainer {
         if is_first || self.open.unit == 0.0 {
             let first = if self.world_size() > 1 && self.compares(call) {
                 let counts = self.compare_calls(call, count.to_bits())?;
-                let sum: f64 = counts.into_iter().map(f64::from_bits).sum();
-                sum / self.world_size() as f64
+                counts.into_iter().map(f64::from_bits).fold(0.0, f64::max)
             } else {
                 count
             };
-            self.open.unit = match self.mean_count.filter(|_| call == STEP_WEIGHTED && first > 0.0)
-            {
-                Some(mean) => first * 2_f64.powi((mean / first).log2().round() as i32),
-                None => first,
+            let more = call == STEP_WEIGHTED && self.accumulation.counts() > 1;
+            self.open.unit = match self.mean_count {
+                Some(mean) if more && first > 0.0 && mean > first => {
+                    first * 2_f64.powi((mean / first).log2().round() as i32)
+                }
+                _ => first,
             };
         }
         if is_first {

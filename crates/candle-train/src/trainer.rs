@@ -81,8 +81,11 @@ impl Trainer {
     ///
     /// After a change of variables elsewhere, as by `VarMap::load`, which has to be the same on all
     /// ranks, call `optimizer().refresh_masters()` if they are of `f16` or `bf16`: the next step
-    /// would set them back to their `f32` masters. During a step operators on variables fail in
-    /// other threads.
+    /// would set them back to their `f32` masters. For `ScheduleFreeAdamW` build a new trainer: its
+    /// averages would remain the earlier ones.
+    ///
+    /// All of `forward` must run on this thread: layers run by others have neither dropout nor
+    /// autocast. Operators of other threads on variables may fail while a step updates these.
     ///
     /// A step is the mean of the losses of its batches and ranks, whatever the number of samples or
     /// tokens of each; if they differ, use [`step_weighted`](Self::step_weighted).
@@ -99,7 +102,7 @@ impl Trainer {
     ///
     /// After an error no variable has changed, and the statistics of norm layers are as before the
     /// batch. It counts as one of the epoch's batches, but the gradients of its step so far are
-    /// dropped. On one rank the step's other batches make one of full strength. On several ranks
+    /// dropped. On one rank the batches after it make a step of full strength. On several ranks
     /// all drop the whole step: its last batch is an error on all, also on the rank that has failed
     /// in an earlier batch. After a failure of the process group, an update that fails (other than
     /// by [`Error::NonFinite`]), and on several GPUs after any error, all later calls fail, and
@@ -250,7 +253,7 @@ impl Trainer {
     }
 
     /// Ends a batch, and runs the optimizer step if it is due. After an error the gradients of the
-    /// step so far are dropped; on one rank its other batches make a step of full strength.
+    /// step so far are dropped; on one rank the batches after it make a step of full strength.
     fn end_batch(
         &mut self,
         count: f64,
@@ -430,7 +433,7 @@ impl Trainer {
     }
 
     /// Drops the gradients of the batches since the last step. Within an epoch of
-    /// [`batches`](Self::batches) the step's other batches make one of full strength, so that the
+    /// [`batches`](Self::batches) the step's later batches make one of full strength, so that the
     /// epoch's last batch still ends in a step; otherwise the next batch is the first of a step.
     /// Every rank must call it.
     pub fn zero_grad(&mut self) {

@@ -12,6 +12,7 @@ use candle_ops::nn::lora::{adapter_of, fits, is_frozen};
 use collective::{Element, ProcessGroup};
 use half::{bf16, f16};
 
+use crate::state::PREFIX;
 use crate::{Error, Result};
 
 /// The variables of a `VarMap`.
@@ -40,12 +41,24 @@ impl Variables {
             let text = format!("frozen `{pattern}` is the name of no variable; there are {names}");
             return Err(Error::InvalidArgument(text));
         }
+        let is_reserved = |name: &str| name == "__metadata__" || name.starts_with(PREFIX);
+        if let Some((name, _)) = all.iter().find(|(name, _)| is_reserved(name)) {
+            return Err(Error::InvalidArgument(format!(
+                "variable `{name}`: `__metadata__` and names beginning with `{PREFIX}` are reserved for checkpoints"
+            )));
+        }
+        // A variable with two names is frozen if one of them is.
+        let frozen: HashSet<_> = all
+            .iter()
+            .filter(|(name, _)| is_frozen(name, frozen))
+            .map(|(_, var)| var.id())
+            .collect();
         let mut variables = Self { params: Vec::new(), buffers: Vec::new(), constants: Vec::new() };
         // A variable with two names is trained, broadcast and averaged by the first of them.
         let mut known = HashSet::new();
         for (name, var) in all {
             let has_adapter = adapter_of(&name).is_some_and(|adapter| map.contains_key(&adapter));
-            let is_constant = has_adapter || is_frozen(&name, frozen) || !var.dtype().is_float();
+            let is_constant = has_adapter || frozen.contains(&var.id()) || !var.dtype().is_float();
             let list = match () {
                 () if is_buffer(&name) => &mut variables.buffers,
                 () if is_constant || !known.insert(var.id()) => &mut variables.constants,
@@ -54,7 +67,10 @@ impl Variables {
             list.push((name, var));
         }
         if variables.params.is_empty() {
-            let text = "no variable to train: build the model from the VarMap first";
+            let text = match variables.constants.is_empty() {
+                true => "no variable to train: build the model from the VarMap first",
+                false => "no variable to train: all are frozen, or none is of floating-point type",
+            };
             return Err(Error::InvalidArgument(text.to_owned()));
         }
         Ok(variables)
@@ -62,6 +78,18 @@ impl Variables {
 
     pub(crate) fn all(&self) -> impl Iterator<Item = &(String, Var)> {
         self.params.iter().chain(&self.buffers).chain(&self.constants)
+    }
+
+    /// Descriptions that have to be equal on all ranks.
+    pub(crate) fn described(&self) -> impl Iterator<Item = String> {
+        let lists =
+            [("trained", &self.params), ("buffer", &self.buffers), ("other", &self.constants)];
+        lists.into_iter().flat_map(|(role, vars)| {
+            let describe = move |(name, var): &(String, Var)| {
+                format!("{role} variable `{name}` {:?} {:?}", var.dims(), var.dtype())
+            };
+            vars.iter().map(describe)
+        })
     }
 
     /// Broadcasts the values of rank 0.

@@ -25,7 +25,7 @@ pub(crate) use self::place::Places;
 use crate::{Result, Trainer};
 
 /// Beginning of the names of entries that are not variables.
-const PREFIX: &str = "candle_train.";
+pub(crate) const PREFIX: &str = "candle_train.";
 const TRAINER: &str = "candle_train.trainer";
 /// In format 1.
 const OPTIMIZER: &str = "candle_train.optimizer";
@@ -56,6 +56,9 @@ struct Progress {
     #[serde(default)]
     seed: Option<u64>,
     scaler: Option<ScalerState>,
+    /// The number of steps skipped in a row.
+    #[serde(default)]
+    skips: usize,
     /// The learning rates by parameter group, before the schedule's factors.
     base_lrs: Vec<f64>,
     /// The mean count of a batch in the last step whose batches have counts.

@@ -69,6 +69,13 @@ impl Places {
         }
         let there = Id::of(&target.path())?;
         let known = self.known.get(&target.path());
+        // This trainer has it twice.
+        let is_shared = Arc::strong_count(&lock) > 2;
+        if known.is_none() && there.is_some() && is_shared {
+            self.lock = None;
+            let text = "another trainer of this process saves there: drop it first, or give each a path of its own";
+            return Err(text.into());
+        }
         if let (Some(known), Some(other)) = (known, there)
             && *known != Some(other)
         {

@@ -304,7 +304,7 @@ impl Trainer {
         let position = positions.get(self.rank()).or_else(|| positions.iter().max());
         self.context.set_random_position(position.copied().unwrap_or(0));
         self.steps = progress.steps;
-        self.skips = 0;
+        self.skips = progress.skips;
         self.base_lrs = progress.base_lrs;
         self.mean_count = progress.mean_count;
         self.scaler = scaler;

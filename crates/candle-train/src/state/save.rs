@@ -8,12 +8,11 @@ use std::path::Path;
 use candle_core::Var;
 use collective::object::broadcast_object;
 use safetensors::Dtype;
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
 use super::file::{Entry, Id, Reader, Writer};
-use super::{
-    BoxError, FORMAT, PREFIX, Progress, TRAINER, optimizer_entry, own_entry, trained_entry,
-};
+use super::{BoxError, FORMAT, Progress, TRAINER, optimizer_entry, own_entry, trained_entry};
 use crate::{Error, Result, Trainer};
 
 /// A rank's part of a save.
@@ -53,7 +52,7 @@ impl Trainer {
 
     /// Like [`save`](Self::save), with additional data of each rank in the same file, such as its
     /// position in a [`Stream`](train_data::Stream). Data are saved as CBOR: all of serde's types,
-    /// infinity and NaN included.
+    /// infinity and NaN included. `Some(())` and `Some(None)` are resumed as `None`, as in JSON.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module};
@@ -97,7 +96,8 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// The errors of [`save`](Self::save); data whose `Serialize` fails, on all ranks.
+    /// The errors of [`save`](Self::save); data whose `Serialize` fails or that are nested too
+    /// deeply to be resumed, on all ranks.
     pub fn save_with(
         &self,
         path: impl AsRef<Path>,
@@ -106,7 +106,11 @@ impl Trainer {
     ) -> Result<()> {
         let mut bytes = Vec::new();
         let own = match ciborium::into_writer(own, &mut bytes) {
-            Ok(()) => Ok(Some(bytes)),
+            // A reader limits how deeply data may be nested.
+            Ok(()) => match ciborium::from_reader::<IgnoredAny, _>(&bytes[..]) {
+                Ok(_) => Ok(Some(bytes)),
+                Err(error) => Err(format!("the data could not be resumed: {error}")),
+            },
             Err(ciborium::ser::Error::Value(reason)) => {
                 Err(format!("the data cannot be saved: {reason}"))
             }
@@ -164,9 +168,6 @@ impl Trainer {
             let pending = self.pending;
             return Err(format!("save after a step: {pending} batches wait for the next one"));
         }
-        if let Some((name, _)) = self.variables.all().find(|(name, _)| name.starts_with(PREFIX)) {
-            return Err(format!("variable `{name}`: names beginning with `{PREFIX}` are reserved"));
-        }
         let random_position = self.context.random_position();
         Ok(Part { epoch, steps: self.steps, random_position, own })
     }
@@ -214,6 +215,7 @@ impl Trainer {
             steps: self.steps,
             seed: Some(self.seed),
             scaler: self.scaler.state_dict(),
+            skips: self.skips,
             base_lrs: self.base_lrs.clone(),
             mean_count: self.mean_count,
             random_positions: parts.iter().map(|part| part.random_position).collect(),

@@ -421,3 +421,25 @@ fn a_loss_scale_at_its_minimum_names_the_parameter_and_bf16_ends() {
     let error = none.max_consecutive_skips(0).build(SgdHyper::default()).unwrap_err().to_string();
     assert!(error.contains("`max_consecutive_skips` must be at least 1"), "{error}");
 }
+
+#[test]
+fn a_resumed_run_goes_on_counting_skipped_steps() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    let run = || {
+        let (vars, all) = model(&["w"]);
+        let scaler = LossScaler::fixed(2.0).unwrap();
+        let builder = Trainer::builder(&vars).group(alone()).loss_scaler(scaler);
+        let mut train = sgd(builder.max_consecutive_skips(4));
+        train.resume(&path).unwrap();
+        let mut steps = 0;
+        while train.step(|| loss(&all[0], f64::NAN)).is_ok() {
+            steps += 1;
+            if steps == 2 {
+                train.save(&path, 0).unwrap();
+            }
+        }
+        steps
+    };
+    assert_eq!((run(), run()), (3, 1));
+}

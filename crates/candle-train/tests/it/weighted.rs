@@ -263,3 +263,27 @@ fn optimizers_with_state_are_as_with_the_whole_step_in_one_batch() {
         assert!((one - two).abs() < 1e-5, "{one} {two}");
     }
 }
+
+#[test]
+fn unusual_counts_leave_gradients_in_the_range_of_f16() {
+    for (world_size, accumulate) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
+        let steps = ranks(world_size, |group| {
+            let (vars, weight) = model();
+            let rank = group.rank();
+            let builder = Trainer::builder(&vars).group(group).accumulate(accumulate);
+            let builder = builder.f16().loss_scaler(scaler(16384.0));
+            let mut train = builder.build(SgdHyper { lr: 1e-3, ..Default::default() }).unwrap();
+            for step in 0..16 {
+                for batch in 0..accumulate {
+                    let is_unusual = step % 4 == 3 && (batch, rank) == (0, world_size - 1);
+                    let count = if is_unusual { 2048 } else { 16 };
+                    train.step_weighted(count, || loss(&weight, (0, batch, rank), 6)).unwrap();
+                }
+            }
+            (train.steps(), train.loss_scale())
+        });
+        for steps in steps {
+            assert_eq!(steps, (16, 16384.0), "{world_size} ranks, {accumulate} batches");
+        }
+    }
+}

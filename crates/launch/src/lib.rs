@@ -84,10 +84,10 @@ struct Readme;
 /// Call this from the main thread at the end of the program: ranks may be tied to the thread that
 /// started them (see [`tie_to_parent`]), and from then on [signals](LaunchOptions::signals) are
 /// forwarded to the ranks instead of ending this process. A second SIGINT sends SIGKILL to the
-/// ranks. Until it returns, this process is a child subreaper (`prctl(2)`): it adopts the ranks'
-/// descendants whose parent has ended, and reaps those that it has seen running, or
-/// [all](LaunchOptions::reap_all). Those that still run when it returns stay children of this
-/// process.
+/// ranks, unless it comes within 50 ms, as from `timeout`. Until it returns, this process is a
+/// child subreaper (`prctl(2)`): it adopts the ranks' descendants whose parent has ended, and reaps
+/// those that it has seen running, or [all](LaunchOptions::reap_all). Those that still run when it
+/// returns stay children of this process.
 ///
 /// # Errors
 ///

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use signal_hook::consts::{FORBIDDEN, SIGCHLD, SIGXFSZ};
 use signal_hook::flag;
@@ -70,6 +71,10 @@ impl Queue {
     }
 }
 
+/// Time in which a second signal is a copy of the first: programs such as `timeout` signal a
+/// process and then its group.
+const COPY_TIME: Duration = Duration::from_millis(50);
+
 /// A thread that sends the signals of this process to the supervising thread, until dropped.
 pub(crate) struct SignalThread {
     handle: Handle,
@@ -102,7 +107,13 @@ impl SignalThread {
         let thread = std::thread::Builder::new()
             .name("launch-signals".to_owned())
             .spawn(move || {
+                let mut last: Option<(i32, Instant)> = None;
                 for signal in &mut signals {
+                    let same = last.filter(|(other, _)| *other == signal);
+                    if same.is_some_and(|(_, at)| at.elapsed() < COPY_TIME) {
+                        continue;
+                    }
+                    last = Some((signal, Instant::now()));
                     // Fails after the end of the job.
                     let _ = events.send(Event::Signal(signal));
                 }

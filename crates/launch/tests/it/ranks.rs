@@ -365,6 +365,19 @@ fn interrupted_launcher_lets_its_ranks_save() {
 }
 
 #[test]
+fn signal_sent_twice_at_once_is_one() {
+    let script = "trap 'sleep 0.3; exit 75' INT; echo ready; while :; do sleep 0.05; done";
+    let mut launcher = helper("ranks::helper_launcher", script).spawn().unwrap();
+    assert_eq!(lines_with(launcher.stdout.take().unwrap(), "ready", 2).len(), 2);
+    let id = launcher.id();
+    // As `timeout` does. A shell's own `kill` starts no process.
+    let twice = format!("kill -INT {id}; kill -INT {id}");
+    assert!(Command::new("sh").args(["-c", &twice]).status().unwrap().success());
+    let output = launcher.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(75), "{output:?}");
+}
+
+#[test]
 fn tied_ranks_end_with_a_killed_launcher() {
     let mut launcher = helper("ranks::helper_launcher", "tied").spawn().unwrap();
     let lines = lines_with(launcher.stdout.take().unwrap(), "] pid ", 2);

@@ -26,7 +26,7 @@ use launch::{
 
 use crate::checkpoint::{self, ExportOptions};
 use crate::config::{Config, Mistakes, parse_duration};
-use crate::runner::{EvalSplit, RunnerBuilder};
+use crate::runner::{EvalSplit, LoadOptions, RunnerBuilder};
 use crate::sinks::{TERMINAL_VARIABLE, plot};
 use crate::{Error, Result, signals};
 
@@ -116,7 +116,7 @@ struct EvalArgs {
     #[command(flatten)]
     run: RunArgs,
     /// Checkpoint to evaluate, a directory such as epoch_3 [default: `load_from` of the
-    /// configuration].
+    /// configuration, whose `revise_keys`, `transpose` and `strict` are for its own file alone].
     #[arg(long)]
     checkpoint: Option<PathBuf>,
 }
@@ -170,7 +170,8 @@ struct TrainArgs {
     /// checkpoints is an error.
     #[arg(long)]
     resume: bool,
-    /// Start from the model of this checkpoint, a directory such as epoch_3. With `--resume`,
+    /// Start from the model of this checkpoint, a directory such as epoch_3, without the rules of
+    /// the configuration's `load_from`. With `--resume`,
     /// resume from it; when started again, from the newest checkpoint saved since.
     #[arg(long, alias = "load_from")]
     load_from: Option<PathBuf>,
@@ -352,9 +353,7 @@ fn train(args: TrainArgs) -> Result<ExitCode> {
     if args.resume {
         builder = builder.resume(true);
     }
-    if let Some(path) = args.load_from {
-        builder = builder.load_from(path);
-    }
+    builder = load_from(builder, args.load_from);
     builder.refuse(&mistakes);
     mistakes.check()?;
     let mut runner = builder.build()?;
@@ -382,15 +381,24 @@ fn evaluate(args: EvalArgs, split: EvalSplit) -> Result<ExitCode> {
     let (mut builder, mistakes) = read(args.run)?;
     mistakes.check()?;
     builder = builder.resume(false).only(split);
-    if let Some(path) = args.checkpoint {
-        builder = builder.load_from(path);
-    }
+    builder = load_from(builder, args.checkpoint);
     let mut runner = builder.build()?;
     match split {
         EvalSplit::Val => runner.validate()?,
         EvalSplit::Test => runner.test()?,
     };
     Ok(ExitCode::SUCCESS)
+}
+
+/// Sets the path given on the command line. The configuration's rules for renaming and transposing
+/// tensors are for its own file.
+fn load_from(builder: RunnerBuilder, path: Option<PathBuf>) -> RunnerBuilder {
+    match path {
+        Some(path) if builder.load_from.as_ref() != Some(&path) => {
+            builder.load_from(path).load_options(LoadOptions::default())
+        }
+        _ => builder,
+    }
 }
 
 fn draw(args: PlotArgs) -> Result<ExitCode> {
@@ -444,6 +452,21 @@ fn duration(text: &str) -> std::result::Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rules_of_the_configurations_file_are_not_for_another_one() {
+        let text = "load_from = { checkpoint = 'a', strict = false, transpose = ['w'] }";
+        let read = |path: Option<&str>| {
+            let config = Config::from_text("c.toml", text.to_owned()).unwrap();
+            let builder = load_from(RunnerBuilder::read(config).0, path.map(PathBuf::from));
+            let LoadOptions { strict, transpose, .. } = builder.load_options;
+            (builder.load_from.unwrap(), strict, transpose.len())
+        };
+        for path in [None, Some("a")] {
+            assert_eq!(read(path), ("a".into(), Some(false), 1));
+        }
+        assert_eq!(read(Some("b")), ("b".into(), None, 0));
+    }
 
     #[test]
     fn command_line_definition_is_consistent() {

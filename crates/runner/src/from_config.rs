@@ -440,7 +440,7 @@ fn read_lora(root: &mut Section) -> Result<Option<LoraOptions>> {
     let Some(mut section) = root.optional_section("lora")? else { return Ok(None) };
     let options = LoraOptions {
         rank: section.count("rank", 8)?,
-        alpha: section.or("alpha", 8.0)?,
+        alpha: section.or_checked("alpha", 8.0, "finite", |alpha: &f64| alpha.is_finite())?,
         dropout: section
             .or_checked("dropout", 0.0, "at least 0 and less than 1", |p| (0.0..1.0).contains(p))?,
         targets: match section.has("targets") {

@@ -89,7 +89,7 @@ pub(crate) fn of_another_run(
 
 /// Returns the checkpoint that `last_checkpoint` names; the error text is the reason why it cannot
 /// be read.
-fn pointed_to(work_dir: &Path) -> Result<Option<PathBuf>, String> {
+pub(super) fn pointed_to(work_dir: &Path) -> Result<Option<PathBuf>, String> {
     let pointer = work_dir.join(LAST);
     match fs::read_to_string(&pointer) {
         Ok(name) => Ok(Some(work_dir.join(name.trim())).filter(|path| path != work_dir)),

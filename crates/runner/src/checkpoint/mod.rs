@@ -43,7 +43,7 @@ pub(crate) use self::lock::WorkDirLock;
 pub use self::position::{Begun, Position, Waiting};
 pub use self::read::load;
 use self::read::{damaged, read_whole};
-pub(crate) use self::read::{load_meta, lora_options};
+pub(crate) use self::read::{load_meta, lora_options, not_a_checkpoint};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, deserialize, scaled, serialize};
 pub(crate) use self::tensors::{
@@ -202,7 +202,7 @@ pub(crate) const ADAPTER: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 /// Name of the file of weights in a checkpoint.
 pub(crate) const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
-const STATE: &str = "state.json";
+pub(crate) const STATE: &str = "state.json";
 const GRADIENTS: &str = "gradients";
 const OWN: &str = "rank";
 const WRAPPER: &str = "wrapper";

@@ -7,7 +7,7 @@ use fused_optim::StateDict;
 use serde_json::Value;
 
 use super::files::{check_seal, crc32, file_meta};
-use super::find::is_file;
+use super::find::{is_file, pointed_to};
 use super::{Checkpoint, FORMAT, MODEL, Meta, OPTIMIZER, STATE};
 use crate::model::LoraOptions;
 use crate::optim_wrapper::OptimWrapperState;
@@ -30,6 +30,11 @@ impl Fault {
 
     pub(super) fn io(path: &Path, file: &str, why: &std::io::Error) -> Self {
         use std::io::ErrorKind::{InvalidData, IsADirectory, NotADirectory, NotFound};
+        let is_absent = |name: &str| !path.join(name).exists();
+        if why.kind() == NotFound && path.is_dir() && is_absent(STATE) && is_absent(MODEL) {
+            let why = not_a_checkpoint(path);
+            return Self { why: Error::Checkpoint(why), is_damaged: true };
+        }
         let absent = [InvalidData, IsADirectory, NotADirectory, NotFound];
         if absent.contains(&why.kind()) {
             return Self::damaged(path, file, why);
@@ -44,6 +49,20 @@ impl Fault {
 impl From<Fault> for Error {
     fn from(fault: Fault) -> Self {
         fault.why
+    }
+}
+
+/// Reason why a directory without `state.json` cannot be loaded.
+pub(crate) fn not_a_checkpoint(dir: &Path) -> String {
+    let text = dir.display();
+    match pointed_to(dir) {
+        Ok(Some(last)) => {
+            format!(
+                "{text}: a work directory; name one of its checkpoints, such as {}",
+                last.display()
+            )
+        }
+        _ => format!("{text}: not a checkpoint: it has no {STATE}"),
     }
 }
 

@@ -81,6 +81,11 @@ impl RunnerBuilder {
                         `trace` out, or install `runner::sinks::ChromeTrace` in its place";
             mistakes.add(Error::Config(text.into()));
         }
+        // It would be the current directory in some calls, and an error in others.
+        if self.work_dir.as_ref().is_some_and(|dir| dir.as_os_str().is_empty()) {
+            mistakes
+                .add(Error::Config("work_dir is an empty path: use `.`, or leave it out".into()));
+        }
         let in_work_dir = self.work_dir.as_ref().map(|dir| dir.join("epoch_1"));
         for out in self.log_config.trace.iter().chain(&in_work_dir) {
             check_outside(out).unwrap_or_else(|error| mistakes.add(error));
@@ -456,6 +461,9 @@ mod tests {
             ),
             ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
             ("load_from = 'x.pth'", "x.pth: no such checkpoint"),
+            ("work_dir = ''", "work_dir is an empty path"),
+            ("lora = { alpha = nan, targets = ['*'] }", "`alpha` must be finite"),
+            ("load_from = '/'", "/: not a checkpoint: it has no state.json"),
         ] {
             let error = check(more).unwrap_err();
             assert!(error.contains(says), "{more}: {error}");

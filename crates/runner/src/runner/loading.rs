@@ -213,7 +213,12 @@ fn non_finite(file: &Path, report: &Report) -> Option<String> {
 /// Returns the reason why weights cannot be loaded from `path`, if its name or absence implies it.
 pub(super) fn refusal(path: &Path) -> Option<String> {
     let text = path.display();
-    if path.is_dir() || path.is_file() && is_known(path) {
+    if path.is_dir() {
+        let has = |name: &str| path.join(name).exists();
+        let is_loadable = has(checkpoint::STATE) || has(checkpoint::MODEL);
+        return (!is_loadable).then(|| checkpoint::not_a_checkpoint(path));
+    }
+    if path.is_file() && is_known(path) {
         return None;
     }
     Some(match path.is_file() || path.extension().is_some() && !is_known(path) {

@@ -546,7 +546,7 @@ fn invalid_model_is_an_error_with_the_reason() {
     let batch = Batch::new().with("x", Array::new([4, 2], ArrayData::F32(vec![1.0; 8])).unwrap());
     for (how, says) in [
         ("vector", "one f32"),
-        ("constant", "depends on the parameters"),
+        ("constant", "depends on no trained parameter"),
         ("late", "`late` was requested after the model was built"),
         ("absent", "no field `absent`; it has [\"x\"]"),
     ] {

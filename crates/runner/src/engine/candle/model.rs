@@ -152,12 +152,17 @@ impl Loss {
     /// Checks the loss; returns it and the other scalars.
     pub(super) fn scalars(&self) -> RunnerResult<Scalars> {
         let Self { value, .. } = self;
-        if value.elem_count() != 1 || value.dtype() != DType::F32 || !value.track_op() {
+        let (shape, dtype) = (value.shape(), value.dtype());
+        if value.elem_count() != 1 || dtype != DType::F32 {
             return Err(Error::Engine(format!(
-                "the loss must be one f32 that depends on the parameters, got {:?} of {:?}",
-                value.shape(),
-                value.dtype()
+                "the loss must be one f32, got {shape:?} of {dtype:?}"
             )));
+        }
+        if !value.track_op() {
+            return Err(Error::Engine(
+                "the loss depends on no trained parameter: all are frozen, or it is detached"
+                    .to_owned(),
+            ));
         }
         let one = |(name, scalar): &(String, Tensor)| match scalar_of(scalar)
             .and_then(|scalar| scalar.detach().reshape(1))

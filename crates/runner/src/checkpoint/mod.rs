@@ -43,7 +43,7 @@ pub(crate) use self::lock::WorkDirLock;
 pub use self::position::{Begun, Position, Waiting};
 pub use self::read::load;
 use self::read::{damaged, read_whole};
-pub(crate) use self::read::{load_meta, lora_options, not_a_checkpoint};
+pub(crate) use self::read::{load_meta, lora_options, not_a_checkpoint, verify_model};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, deserialize, scaled, serialize};
 pub(crate) use self::tensors::{

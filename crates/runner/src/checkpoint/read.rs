@@ -75,10 +75,7 @@ pub(crate) fn load_meta(path: &Path) -> Result<Meta> {
 fn read_state(path: &Path) -> Result<(Meta, u32), Fault> {
     let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, &e))?;
     // The format is read first: other formats may have another checksum.
-    let known = serde_json::from_slice::<Value>(&state).unwrap_or_default();
-    if let Some(format) = known["format"].as_u64()
-        && format != u64::from(FORMAT)
-    {
+    if let Some((format, known)) = of_another_format(&state) {
         let model = path.join(MODEL);
         let why = format!(
             "format {format} is not supported; this version reads {FORMAT}: resume with the version that wrote it, \
@@ -131,6 +128,24 @@ pub(super) fn read(path: &Path) -> Result<Checkpoint, Fault> {
         }
     }
     Ok(Checkpoint { meta, optim, model, path: path.to_owned(), digest })
+}
+
+/// Verifies the model file of a checkpoint against the recorded checksum, unless the checkpoint is
+/// of another format.
+pub(crate) fn verify_model(file: &Path) -> Result<()> {
+    let path = file.parent().unwrap_or(file);
+    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, &e))?;
+    match of_another_format(&state) {
+        Some(_) => Ok(()),
+        None => read_whole(path, &load_meta(path)?, MODEL).map(drop),
+    }
+}
+
+/// Returns the format of `state.json` if it is another than this version's, and the whole.
+fn of_another_format(state: &[u8]) -> Option<(u64, Value)> {
+    let known = serde_json::from_slice::<Value>(state).unwrap_or_default();
+    let format = known["format"].as_u64().filter(|format| *format != u64::from(FORMAT))?;
+    Some((format, known))
 }
 
 pub(super) fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Error {

@@ -72,23 +72,28 @@ impl LoadOptions {
         (!as_checkpoint).then(|| path.join(checkpoint::MODEL))
     }
 
+    /// Returns whether this is the model file of a checkpoint.
+    fn is_of_checkpoint(file: &Path) -> Result<bool> {
+        match file.ends_with(checkpoint::MODEL) {
+            true => checkpoint::is_file(&file.with_file_name(checkpoint::STATE)),
+            false => Ok(false),
+        }
+    }
+
     /// Compares a file with the model. Returns an error if the weights cannot be loaded.
     fn fit(&self, file: &Path, engine: &dyn Engine) -> Result<(Weights, Fit), String> {
         let revise = ReviseKeys::new(&self.revise_keys)
             .map_err(|why| format!("load_from.revise_keys: {why}"))?;
+        let is_checkpoint = Self::is_of_checkpoint(file).map_err(|e| e.to_string())?;
+        if is_checkpoint {
+            checkpoint::verify_model(file).map_err(|e| e.to_string())?;
+        }
         let mut weights = Weights::read(file, &revise)?;
         weights.transpose(&self.transpose)?;
         let specs = specs(engine);
         let wanted: Vec<_> = specs.iter().map(|spec| (&*spec.name, &*spec.shape)).collect();
         let mut fit = weights.fit(&wanted);
-        let strict = match self.strict {
-            Some(strict) => strict,
-            None if !file.ends_with(checkpoint::MODEL) => false,
-            None => {
-                let state = file.with_file_name("state.json");
-                checkpoint::is_file(&state).map_err(|e| e.to_string())?
-            }
-        };
+        let strict = self.strict.unwrap_or(is_checkpoint);
         match &fit.report {
             report if report.used == 0 => Err(format!("contains no tensor of the model: {report}")),
             report if strict && !report.is_exact() => Err(format!(

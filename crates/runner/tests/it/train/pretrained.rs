@@ -70,6 +70,12 @@ fn mismatches_are_a_warning_or_with_strict_an_error() {
     let said = of(", strict = false, revise_keys = [['^', 'x.']]", "d").unwrap_err().to_string();
     assert!(said.contains("contains no tensor of the model"), "{said}");
     assert!(said.contains(r"revise_keys = [['^x\.', '']]"), "{said}");
+    // A checkpoint's file is verified, however it is read.
+    let mut bytes = fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&file, bytes).unwrap();
+    let said = of(", strict = false", "e").unwrap_err().to_string();
+    assert!(said.contains("length or checksum differ from state.json"), "{said}");
 }
 
 #[test]

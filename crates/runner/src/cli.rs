@@ -242,6 +242,10 @@ fn parse(args: &[OsString], before: &str) -> Result<Cli, ExitCode> {
                     tell("error", &format!("cannot write to standard output: {e}"));
                     return ExitCode::FAILURE;
                 }
+                _ if !before.is_empty() && error.kind() == ErrorKind::InvalidSubcommand => {
+                    let path = "or give its path, as in `./program`";
+                    tell("note", &format!("`{name} launch --no-python -- PROGRAM` starts another program; {path}"));
+                }
                 _ => {}
             },
         }

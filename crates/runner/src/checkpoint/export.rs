@@ -51,16 +51,14 @@ pub fn export(path: &Path, out: &Path, options: ExportOptions) -> Result<usize> 
 
 /// Returns directory and name of the file.
 fn destination(out: &Path) -> Result<(PathBuf, String)> {
-    let name = out.file_name().and_then(|name| name.to_str());
-    match name.filter(|name| name.ends_with(".safetensors")) {
-        Some(name) => {
-            Ok((out.parent().unwrap_or_else(|| Path::new("")).join("."), name.to_owned()))
+    let why = match out.file_name().map(|name| name.to_str()) {
+        Some(Some(name)) if name.ends_with(".safetensors") => {
+            return Ok((out.parent().unwrap_or_else(|| Path::new("")).join("."), name.to_owned()));
         }
-        None => {
-            let text = format!("{}: the name must end with .safetensors", out.display());
-            Err(Error::Config(text))
-        }
-    }
+        Some(None) => "must be UTF-8",
+        _ => "must end with .safetensors",
+    };
+    Err(Error::Config(format!("{}: the name {why}", out.display())))
 }
 
 fn weights(checkpoint: &Checkpoint, in_training: bool) -> Result<Vec<Tensor>> {

@@ -282,7 +282,12 @@ impl Hook for EmaHook {
         if !runner.is_resuming() {
             return Ok(());
         }
-        let Some(saved) = checkpoint.extra(AVERAGES)? else { return Ok(()) };
+        let Some(saved) = checkpoint.extra(AVERAGES)? else {
+            runner
+                .logger()
+                .warning("EMAHook: the checkpoint has no averages; they begin with its model");
+            return Ok(());
+        };
         let own = checkpoint.own(runner.group().rank())?.unwrap_or_default();
         let find = |name: &str| {
             let both = own.iter().chain(&saved);
@@ -552,5 +557,15 @@ mod tests {
         resumed.train().unwrap();
         // Each iteration subtracts 0.1.
         assert!((first(&mut resumed) - 0.7).abs() < 1e-6, "{}", first(&mut resumed));
+        run(true).train_cfg(TrainConfig::by_iters(4)).build().unwrap().train().unwrap();
+        let logs = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+        let logs = logs.filter_map(|run| std::fs::read_dir(run).ok()).flatten();
+        let logs = logs
+            .map(|file| file.unwrap().path())
+            .filter(|file| file.extension().is_some_and(|e| e == "log"));
+        let says = |log: &std::path::PathBuf| {
+            std::fs::read_to_string(log).unwrap().contains("the checkpoint has no averages")
+        };
+        assert_eq!(logs.filter(says).count(), 1);
     }
 }

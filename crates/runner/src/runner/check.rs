@@ -30,6 +30,7 @@ use crate::model::{LoraOptions, ModelContext};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::placement::{DeviceConfig, Placement};
 use crate::schedulers::{SchedulerConfig, Shape};
+use crate::sinks::ChromeTrace;
 use crate::{Error, Result};
 
 /// Keys whose spans appear in messages of `runner check`.
@@ -80,6 +81,9 @@ impl RunnerBuilder {
             let text = "trace: this program has a subscriber of `tracing` already, which gets the same spans: leave \
                         `trace` out, or install `runner::sinks::ChromeTrace` in its place";
             mistakes.add(Error::Config(text.into()));
+        }
+        if let Some(why) = self.log_config.trace.as_deref().and_then(ChromeTrace::refusal) {
+            mistakes.add(Error::Config(format!("trace: {why}")));
         }
         // It would be the current directory in some calls, and an error in others.
         if self.work_dir.as_ref().is_some_and(|dir| dir.as_os_str().is_empty()) {
@@ -462,6 +466,8 @@ mod tests {
             ("train_dataloader.sampler.type = 'InfiniteSampler'", "InfiniteSampler has no epochs"),
             ("load_from = 'x.pth'", "x.pth: no such checkpoint"),
             ("work_dir = ''", "work_dir is an empty path"),
+            ("trace = '/no/trace.json'", "trace: /no/trace.json: there is no such directory"),
+            ("trace = 'Cargo.toml'", "trace: Cargo.toml: exists and is no trace"),
             ("lora = { alpha = nan, targets = ['*'] }", "`alpha` must be finite"),
             ("load_from = '/'", "/: not a checkpoint: it has no state.json"),
         ] {

@@ -126,11 +126,15 @@ impl LoadOptions {
         engine: &mut dyn Engine,
     ) -> Result<(Report, Vec<Converted>), String> {
         let (weights, Fit { sources, report }) = self.fit(file, engine)?;
-        let (mut converted, mut has_adapters) = (Vec::new(), false);
+        let is_adapter = |name: &str| checkpoint::ADAPTER.iter().any(|end| name.ends_with(end));
+        let mut of_other_shapes =
+            report.mismatched.iter().filter_map(|text| text.split('`').nth(1));
+        let mut has_adapters = of_other_shapes.any(is_adapter);
+        let mut converted = Vec::new();
         for (spec, source) in specs(engine).iter().zip(&sources) {
             let Some(source) = source else { continue };
             count_converted(&mut converted, &weights.view(*source)?, spec)?;
-            has_adapters |= checkpoint::ADAPTER.iter().any(|end| spec.name.ends_with(end));
+            has_adapters |= is_adapter(&spec.name);
         }
         if let Some(own) = lora.filter(|_| has_adapters)
             && let Some(saved) = lora_options_of(file)?

@@ -11,6 +11,8 @@
 
 use std::collections::HashMap;
 use std::fmt::{self, Debug};
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{self, ThreadId};
@@ -65,6 +67,9 @@ struct OpenSpan {
     entered: usize,
 }
 
+/// Beginning of a trace.
+const START: &[u8] = b"[\n{\"ph\": \"M\"";
+
 /// A thread, by its number in the trace.
 struct Thread {
     number: usize,
@@ -73,6 +78,24 @@ struct Thread {
 }
 
 impl ChromeTrace {
+    /// Returns the reason why a trace cannot be at this path: the directory is missing, or another
+    /// file is there, which it would replace.
+    pub(crate) fn refusal(path: &Path) -> Option<String> {
+        let text = path.display();
+        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
+        if dir.is_some_and(|dir| !dir.is_dir()) {
+            return Some(format!("{text}: there is no such directory"));
+        }
+        if !path.is_file() {
+            return None;
+        }
+        let mut start = Vec::new();
+        let read =
+            File::open(path).and_then(|f| f.take(START.len() as u64).read_to_end(&mut start));
+        let is_trace = read.is_ok() && (start.is_empty() || start == START);
+        (!is_trace).then(|| format!("{text}: exists and is no trace: choose another path"))
+    }
+
     /// Creates the file, in place of an earlier one.
     ///
     /// # Errors

@@ -407,7 +407,9 @@ fn configuration_without_a_command_suggests_train_once() {
         assert_eq!((output.status.code(), stderr(&output)), (Some(2), told), "{args:?}");
     }
     let output = run(dir.path(), GOOD, &["launch", "--nproc-per-node=2", "trian", "c.toml"], &[]);
-    assert_eq!(stderr(&output).matches("unrecognized subcommand 'trian'").count(), 1);
+    let told = stderr(&output);
+    assert_eq!(told.matches("unrecognized subcommand 'trian'").count(), 1);
+    assert!(told.contains("note: `runner launch --no-python -- PROGRAM` starts"), "{told}");
 }
 
 #[test]

@@ -70,7 +70,7 @@ pub struct Fact {
 pub enum Launcher {
     /// None: a single process.
     None,
-    /// torchrun, `runner launch`, most cluster operators, or a script: `RANK`, `WORLD_SIZE`, ...
+    /// torchrun, `launch`, most cluster operators, or a script: `RANK`, `WORLD_SIZE`, ...
     Pytorch,
     /// `srun`.
     Slurm,

@@ -143,9 +143,9 @@ impl LinkTicks {
     }
 }
 
-/// One rank's state.
+/// Progress of one rank.
 #[derive(Debug)]
-struct Runner {
+struct Progress {
     /// Current round.
     round: usize,
     /// When the round began.
@@ -181,7 +181,7 @@ struct Engine<'a> {
     layout: &'a Layout,
     schedules: &'a [Schedule],
     queue: Queue,
-    ranks: Vec<Runner>,
+    ranks: Vec<Progress>,
     /// For each pair of ranks (see `pair`): messages that the current round still has to receive,
     /// or, if negative, messages that arrived early.
     balance: Vec<i32>,
@@ -206,7 +206,7 @@ struct Engine<'a> {
 impl<'a> Engine<'a> {
     fn new(network: &Network, layout: &'a Layout, schedules: &'a [Schedule], start: Time) -> Self {
         let (world, machines) = (layout.world(), layout.machines());
-        let runner = |rank| Runner {
+        let progress = |rank| Progress {
             alone: layout.members(layout.machine(rank)).len() == 1,
             round: 0,
             round_start: start,
@@ -234,7 +234,7 @@ impl<'a> Engine<'a> {
             layout,
             schedules,
             queue: Queue::new(world),
-            ranks: (0..world).map(runner).collect(),
+            ranks: (0..world).map(progress).collect(),
             balance: vec![0; world * world],
             outside: vec![[start; 2]; machines],
             interfaces: vec![Traffic::default(); machines],
@@ -274,10 +274,10 @@ impl<'a> Engine<'a> {
             missing += u32::from(*balance >= 0);
             *balance += 1;
         }
-        let runner = &mut self.ranks[rank];
-        runner.missing = missing;
-        runner.departed = now;
-        runner.local_work = fold_time(&round, self.fold_per_byte);
+        let progress = &mut self.ranks[rank];
+        progress.missing = missing;
+        progress.departed = now;
+        progress.local_work = fold_time(&round, self.fold_per_byte);
         for &(to, region) in &round.sends {
             self.start(rank, to, region);
         }
@@ -287,13 +287,16 @@ impl<'a> Engine<'a> {
     /// Ends a rank's current round if all its messages are done, begins the next one, and repeats.
     fn advance(&mut self, rank: Rank) {
         loop {
-            let runner = &mut self.ranks[rank];
-            if runner.state != RankState::Running || runner.missing > 0 || runner.queued_sends > 0 {
+            let progress = &mut self.ranks[rank];
+            if progress.state != RankState::Running
+                || progress.missing > 0
+                || progress.queued_sends > 0
+            {
                 return;
             }
-            let last = runner.round_start.max(runner.departed).max(runner.arrived);
-            runner.round_start = last.saturating_add(runner.local_work);
-            runner.round += 1;
+            let last = progress.round_start.max(progress.departed).max(progress.arrived);
+            progress.round_start = last.saturating_add(progress.local_work);
+            progress.round += 1;
             self.begin(rank);
         }
     }
@@ -301,13 +304,13 @@ impl<'a> Engine<'a> {
     fn start(&mut self, from: Rank, to: Rank, region: Region) {
         let inside = self.layout.machine(from) == self.layout.machine(to);
         let link = if inside { self.within } else { self.between };
-        let runner = &mut self.ranks[from];
-        let time = runner.round_start.max(runner.free).saturating_add(link.per_message);
+        let progress = &mut self.ranks[from];
+        let time = progress.round_start.max(progress.free).saturating_add(link.per_message);
         if time > self.deaths[from] {
             return;
         }
-        runner.free = time;
-        runner.departed = runner.departed.max(time);
+        progress.free = time;
+        progress.departed = progress.departed.max(time);
         self.messages += 1;
         let message = Message {
             at: MessageEvent::Start,
@@ -315,11 +318,11 @@ impl<'a> Engine<'a> {
             to: to as u32,
             bytes: region.len,
         };
-        if inside || runner.alone {
+        if inside || progress.alone {
             self.transmit(time, message);
         } else {
             // Ranks that share an interface use it in time order.
-            runner.queued_sends += 1;
+            progress.queued_sends += 1;
             self.queue.put(time, message);
         }
     }
@@ -330,12 +333,12 @@ impl<'a> Engine<'a> {
         let machine = self.layout.machine(from);
         let inside = machine == self.layout.machine(to);
         let (link, slower) = self.link(inside, machine, time);
-        let runner = &mut self.ranks[from];
-        let free = if inside { &mut runner.inside[0] } else { &mut self.outside[machine][0] };
+        let progress = &mut self.ranks[from];
+        let free = if inside { &mut progress.inside[0] } else { &mut self.outside[machine][0] };
         let begin = time.max(*free);
         let transfer = link.transfer_time(message.bytes).saturating_mul(slower);
         *free = begin.saturating_add(transfer);
-        runner.departed = runner.departed.max(*free);
+        progress.departed = progress.departed.max(*free);
         if *free > self.deaths[from] {
             return;
         }
@@ -372,26 +375,26 @@ impl<'a> Engine<'a> {
         let machine = self.layout.machine(to);
         let inside = machine == self.layout.machine(from);
         let (link, slower) = self.link(inside, machine, time);
-        let runner = &mut self.ranks[to];
-        let free = if inside { &mut runner.inside[1] } else { &mut self.outside[machine][1] };
+        let progress = &mut self.ranks[to];
+        let free = if inside { &mut progress.inside[1] } else { &mut self.outside[machine][1] };
         let transfer = link.transfer_time(message.bytes).saturating_mul(slower);
         *free = time.max(*free).saturating_add(transfer);
-        let arrived = (*free).max(runner.arrived.saturating_add(link.per_message));
+        let arrived = (*free).max(progress.arrived.saturating_add(link.per_message));
         if !inside {
             self.interfaces[machine].received += message.bytes as u64;
         }
-        if runner.state != RankState::Running {
+        if progress.state != RankState::Running {
             return;
         }
-        if arrived.saturating_sub(runner.round_start) > self.timeout {
+        if arrived.saturating_sub(progress.round_start) > self.timeout {
             self.time_out(to);
             return;
         }
-        runner.arrived = arrived;
+        progress.arrived = arrived;
         let balance = &mut self.balance[pair(from, to, self.layout.world())];
         *balance -= 1;
         if *balance >= 0 {
-            runner.missing -= 1;
+            progress.missing -= 1;
             self.advance(to);
         }
     }
@@ -416,8 +419,9 @@ impl<'a> Engine<'a> {
                 self.time_out(rank);
             }
         }
-        let done =
-            |runner: &Runner| (runner.state == RankState::Done).then_some(runner.round_start);
+        let done = |progress: &Progress| {
+            (progress.state == RankState::Done).then_some(progress.round_start)
+        };
         let done: Vec<_> = self.ranks.iter().map(done).collect();
         if done.contains(&None) {
             // Peers notice a death one latency later, as they would receive a message.

@@ -1,6 +1,6 @@
-//! The command line of `launch` and `runner launch`: torchrun's flags in both spellings, with its
-//! `PET_*` variables as defaults. Contradicting flags are an error that names them; torchrun flags
-//! that are not supported are in `refused`. The README has a table of all flags.
+//! The command line of `launch`: torchrun's flags in both spellings, with its `PET_*` variables as
+//! defaults. Contradicting flags are an error that names them; torchrun flags that are not supported
+//! are in `refused`. The README has a table of all flags.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
@@ -18,8 +18,7 @@ use crate::address::split_host_port;
 use crate::options::{LaunchOptions, Logs, Nodes, RdzvConfig, Streams};
 use crate::{Error, Result};
 
-/// Arguments of `launch` and `runner launch`. Each flag has two spellings, as `--node-rank` and
-/// `--node_rank`.
+/// Arguments of `launch`. Each flag has two spellings, as `--node-rank` and `--node_rank`.
 #[derive(Debug, Args)]
 #[command(mut_args(as_torchrun))]
 pub struct LaunchArgs {

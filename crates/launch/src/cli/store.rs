@@ -11,7 +11,7 @@ use signal_hook::iterator::Signals;
 
 use crate::{Error, Result, address};
 
-/// Arguments of `launch store` and `runner store`.
+/// Arguments of `launch store`.
 #[derive(Debug, Args)]
 pub struct StoreArgs {
     /// PORT (on all addresses of this host), HOST:PORT or [ADDRESS]:PORT; port 0 chooses a free

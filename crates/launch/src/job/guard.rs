@@ -83,7 +83,7 @@ impl Guard {
 fn spawn(job: &str, run_dir: Option<&Path>) -> Result<(Child, Option<ChildStdin>)> {
     let mut shell = Command::new("/bin/sh");
     shell
-        .args(["-c", SCRIPT, "runner-launch-guard", &format!("{JOBS}={job}")])
+        .args(["-c", SCRIPT, "launch-guard", &format!("{JOBS}={job}")])
         .args(run_dir)
         .stdin(Stdio::piped())
         .stdout(Stdio::null())

@@ -14,7 +14,7 @@ use collective::{Store, TcpStore};
 
 use super::contact::{Contact, outlast};
 use super::heartbeat::Heartbeats;
-use super::round::{Member, Round, Rules};
+use super::round::{Member, RestartPolicy, Round};
 use super::state::{self, Action, Node, Phase, State, View};
 use super::{Coordinator, WaitNotice, assign, connect, from_json, host_fresh, to_json};
 use crate::address::{self, random_number};
@@ -101,7 +101,7 @@ impl Elastic {
     }
 
     fn prefix(&self) -> String {
-        format!("runner/elastic/{}", self.options.run_id)
+        format!("launch/elastic/{}", self.options.run_id)
     }
 
     /// Returns the address at which the other nodes reach this one.
@@ -385,12 +385,14 @@ impl Coordinator for Elastic {
     }
 
     fn agree(&mut self, job: &mut Job) -> Result<Summary> {
-        let rules =
-            Rules { restarts_left: self.state.restarts < self.options.max_restarts, elastic: true };
+        let policy = RestartPolicy {
+            restarts_left: self.state.restarts < self.options.max_restarts,
+            elastic: true,
+        };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let mut own = job.outcome();
         own.closes = own.stopped && self.control.is_some() && self.state.nodes.len() > 1;
-        let summary = round.agree(own, &mut job.queue, &rules);
+        let summary = round.agree(own, &mut job.queue, &policy);
         let number = self.state.round;
         let store = Arc::clone(&round.store);
         // Every node writes this, because the first may be lost before it does.

@@ -5,7 +5,7 @@
 //! (`torchelastic/role_info/<node>`), node 0 assigns the ranks
 //! (`torchelastic/assigned_ranks/<node>`), and launchers that succeed wait for the others
 //! (`torchelastic/agent/terminal_state`). A launcher of this crate also writes
-//! `runner/agent/<node>`. If all launchers are of this crate, they monitor each other
+//! `launch/agent/<node>`. If all launchers are of this crate, they monitor each other
 //! ([`Round`](super::round::Round)), and each further attempt has a new store. With a torchrun
 //! agent, each node decides for itself, as torchrun does; the node with the store detects the end
 //! of an agent by its closed connection.
@@ -21,7 +21,7 @@ use collective::{Store, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::contact::{Contact, outlast};
-use super::round::{Member, Round, Rules};
+use super::round::{Member, RestartPolicy, Round};
 use super::{Coordinator, WaitNotice, assign, connect, from_json, host_fresh, to_json, wait};
 use crate::address::{self, random_number};
 use crate::job::{Assignment, End, Job, Queue, Summary};
@@ -115,7 +115,7 @@ impl Fixed {
     }
 
     fn prefix(&self) -> String {
-        format!("{}/runner/{}", self.options.run_id, self.attempt)
+        format!("{}/launch/{}", self.options.run_id, self.attempt)
     }
 
     /// First rendezvous, by torchrun's protocol; false after a signal.
@@ -143,11 +143,11 @@ impl Fixed {
         if !self.await_all(&shared, std::slice::from_ref(&assigned), queue)? {
             return Ok(false);
         }
-        if shared.add(&format!("runner/begun/{}", self.node), 1)? > 1 {
+        if shared.add(&format!("launch/begun/{}", self.node), 1)? > 1 {
             return Err(self.duplicate_rank());
         }
         let read = self.read_assignment(&shared, &assigned);
-        let wrote = shared.set(&format!("runner/read/{}", self.node), b"1");
+        let wrote = shared.set(&format!("launch/read/{}", self.node), b"1");
         if read.is_err() && self.node == 0 {
             drop(self.await_readers(&shared, queue));
         }
@@ -168,7 +168,7 @@ impl Fixed {
             nodes: self.count,
             max_restarts: self.options.max_restarts,
         };
-        shared.set(&format!("runner/agent/{node}"), &to_json(&agent))?;
+        shared.set(&format!("launch/agent/{node}"), &to_json(&agent))?;
         let info = RoleInfo {
             role: self.options.role.clone(),
             rank: node,
@@ -180,7 +180,7 @@ impl Fixed {
 
     /// Returns the key that stores the id of the latest launcher with this rank.
     fn owner_key(&self) -> String {
-        format!("runner/taken/{}", self.node)
+        format!("launch/taken/{}", self.node)
     }
 
     fn duplicate_rank(&self) -> Error {
@@ -269,7 +269,7 @@ impl Fixed {
             from_json("assigned_ranks", &text)?;
         let mut first = 0;
         for (node, info) in self.infos(shared)?.into_iter().enumerate() {
-            let key = format!("runner/agent/{node}");
+            let key = format!("launch/agent/{node}");
             // A launcher of this crate writes it before it registers.
             let ours = shared.check(&[&key])?;
             let (host, addr) = if ours {
@@ -305,8 +305,8 @@ impl Fixed {
     fn await_readers(&self, shared: &PrefixStore, queue: &mut Queue) -> Result<()> {
         let deadline = Instant::now() + self.options.rdzv.lost_after();
         for node in 1..self.count {
-            if shared.check(&[&format!("runner/agent/{node}")])? {
-                wait(shared, &[&format!("runner/read/{node}")], deadline, queue)?;
+            if shared.check(&[&format!("launch/agent/{node}")])? {
+                wait(shared, &[&format!("launch/read/{node}")], deadline, queue)?;
             }
         }
         Ok(())
@@ -449,7 +449,7 @@ impl Coordinator for Fixed {
 
     fn agree(&mut self, job: &mut Job) -> Result<Summary> {
         let restarts_left = self.attempt < self.options.max_restarts;
-        let rules = Rules { restarts_left, elastic: false };
+        let policy = RestartPolicy { restarts_left, elastic: false };
         let round = Arc::clone(self.round.as_ref().expect("an attempt is under way"));
         let own = job.outcome();
         let summary = if self.has_torchrun_agent {
@@ -475,7 +475,7 @@ impl Coordinator for Fixed {
             summary.starts_again = all_here && summary.may_restart() && restarts_left;
             summary
         } else {
-            let summary = round.agree(own, &mut job.queue, &rules);
+            let summary = round.agree(own, &mut job.queue, &policy);
             round.wait_for_readers(&summary);
             summary
         };

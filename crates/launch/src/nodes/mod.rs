@@ -160,8 +160,8 @@ impl WaitNotice {
 /// it.
 fn advice(within: bool) -> &'static str {
     if within {
-        "; the job cannot continue without it; to survive the loss of any node, run `launch store` or \
-         `runner store` on a host outside the job and pass its address as --rdzv-endpoint"
+        "; the job cannot continue without it; to survive the loss of any node, run `launch store` on \
+         a host outside the job and pass its address as --rdzv-endpoint"
     } else {
         "; the job cannot continue without it"
     }

@@ -71,8 +71,8 @@ pub(crate) struct Round {
     pub(super) rdzv: RdzvConfig,
 }
 
-/// Rules that decide about another attempt.
-pub(super) struct Rules {
+/// Decides about another attempt.
+pub(super) struct RestartPolicy {
     /// Whether restarts are left.
     pub(super) restarts_left: bool,
     /// Whether nodes may join and leave.
@@ -178,22 +178,22 @@ impl Round {
     }
 
     /// Agrees with the other nodes on the summary of the attempt, after it has ended on this node.
-    pub(super) fn agree(&self, own: Outcome, queue: &mut Queue, rules: &Rules) -> Summary {
+    pub(super) fn agree(&self, own: Outcome, queue: &mut Queue, policy: &RestartPolicy) -> Summary {
         let agreed = if self.node == 0 {
-            self.collect(&own, queue, rules)
+            self.collect(&own, queue, policy)
         } else {
             self.await_summary(&own, queue)
         };
         let mut summary = agreed.unwrap_or_else(|error| {
             let store_is_lost = matches!(error, Error::Collective(_));
             let notice = match store_is_lost {
-                true => self.about_store(&format!("is unreachable: {error}"), rules.elastic),
+                true => self.about_store(&format!("is unreachable: {error}"), policy.elastic),
                 false => format!("{}: {error}", self.name(0)),
             };
             let mut summary = Summary::of(vec![own], vec![notice]);
-            rules.apply(&mut summary, None);
+            policy.apply(&mut summary, None);
             // Without the store, nodes of an elastic job cannot meet again.
-            summary.starts_again &= !(rules.elastic && store_is_lost);
+            summary.starts_again &= !(policy.elastic && store_is_lost);
             summary
         });
         summary.starts_again &= queue.signal.is_none();
@@ -210,7 +210,7 @@ impl Round {
     }
 
     /// On the first node: collects all outcomes and publishes the summary.
-    fn collect(&self, own: &Outcome, queue: &mut Queue, rules: &Rules) -> Result<Summary> {
+    fn collect(&self, own: &Outcome, queue: &mut Queue, policy: &RestartPolicy) -> Result<Summary> {
         let nodes = self.members.len();
         let mut outcomes = vec![None; nodes];
         outcomes[0] = Some(own.clone());
@@ -244,7 +244,7 @@ impl Round {
         }
         let mut summary = Summary::of(outcomes.into_iter().flatten().collect(), problems);
         let end: Option<End> = outlast(&self.rdzv, || self.read("end", Duration::from_millis(1)))?;
-        rules.apply(&mut summary, end.as_ref());
+        policy.apply(&mut summary, end.as_ref());
         summary.starts_again &= may_return;
         self.set("summary", &summary)?;
         Ok(summary)
@@ -310,7 +310,7 @@ impl Round {
     }
 }
 
-impl Rules {
+impl RestartPolicy {
     /// Decides whether there is another attempt, and whether it counts as a restart.
     fn apply(&self, summary: &mut Summary, end: Option<&End>) {
         let by_itself = summary.failures.iter().any(|failure| !failure.notified);
@@ -388,14 +388,14 @@ mod tests {
 
     #[test]
     fn leaving_node_starts_a_new_attempt_unless_it_hosts_the_control_store() {
-        let rules = Rules { restarts_left: true, elastic: true };
+        let policy = RestartPolicy { restarts_left: true, elastic: true };
         for closes in [false, true] {
             let left = Outcome { ranks: 1, saved: 1, stopped: true, closes, ..Outcome::default() };
             let other = Outcome { ranks: 1, saved: 1, ..Outcome::default() };
             // The outcome may arrive before or after the announcement of the end.
             for end in [None, Some(End::Left { node: 0 })] {
                 let mut summary = Summary::of(vec![left.clone(), other.clone()], Vec::new());
-                rules.apply(&mut summary, end.as_ref());
+                policy.apply(&mut summary, end.as_ref());
                 assert_eq!(summary.starts_again, !closes, "{end:?}");
             }
         }
@@ -424,12 +424,15 @@ mod tests {
         let [first, second] = [0, 1].map(|node| round(server.port(), node));
         let failure = Failure { code: 7, how: "exit code 7".to_owned(), ..Failure::default() };
         let failed = Outcome { ranks: 1, failures: vec![failure], ..Outcome::default() };
-        let rules = Rules { restarts_left: false, elastic: false };
+        let policy = RestartPolicy { restarts_left: false, elastic: false };
         let summaries = std::thread::scope(|scope| {
             let agree = |round: &Round, own| {
                 let (sender, events) = std::sync::mpsc::channel();
-                let summary =
-                    round.agree(own, &mut Queue::new(events, std::sync::mpsc::channel().0), &rules);
+                let summary = round.agree(
+                    own,
+                    &mut Queue::new(events, std::sync::mpsc::channel().0),
+                    &policy,
+                );
                 drop(sender);
                 summary
             };

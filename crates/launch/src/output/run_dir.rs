@@ -58,7 +58,7 @@ impl RunDir {
         let path = match &logs.dir {
             Some(dir) => dir.join(format!("{}_{random:08x}", file_name(&options.run_id))),
             None => {
-                let name = format!("runner-launch-{}-{random:08x}", std::process::id());
+                let name = format!("launch-{}-{random:08x}", std::process::id());
                 std::env::temp_dir().join(name)
             }
         };

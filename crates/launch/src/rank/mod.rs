@@ -16,15 +16,15 @@ use crate::{Error, Result};
 pub const EXIT_SAVED: u8 = 75;
 
 /// Environment variable of each rank with the launcher's process id.
-pub(crate) const LAUNCHER_PID: &str = "RUNNER_LAUNCHER_PID";
+pub(crate) const LAUNCHER_PID: &str = "LAUNCH_PID";
 
 /// Environment variable of each rank with the random id of its job, after those of the jobs whose
 /// ranks run the launcher, with `/` between them.
-pub(crate) const JOBS: &str = "RUNNER_LAUNCH_ID";
+pub(crate) const JOBS: &str = "LAUNCH_ID";
 
 /// Environment variable that is set for ranks of an elastic job, whose world size may change at a
 /// restart.
-pub(crate) const ELASTIC: &str = "RUNNER_ELASTIC";
+pub(crate) const ELASTIC: &str = "LAUNCH_ELASTIC";
 
 /// Makes the kernel kill this process when its launcher ends. A rank calls this first; without a
 /// launcher of this crate it does nothing.

@@ -111,7 +111,7 @@ fn killed_launcher_leaves_no_rank_in_another_group_or_session() {
 fn ranks_of_a_killed_inner_launcher_end() {
     let dir = tempfile::tempdir().unwrap();
     let script = "[ $RANK = 0 ] && while [ ! -e pid.0.1 ]; do sleep 0.05; done
-        [ $RANK = 0 ] && kill -KILL $RUNNER_LAUNCHER_PID; while :; do sleep 0.05; done";
+        [ $RANK = 0 ] && kill -KILL $LAUNCH_PID; while :; do sleep 0.05; done";
     let inner = [env!("CARGO_BIN_EXE_launch"), "--nproc-per-node=2", "setsid", "sh", "-c"];
     let command = format!(
         "cd {}; attempt=0; echo $$ >new.$RANK; mv new.$RANK pid.0.$RANK; {script}",
@@ -191,7 +191,7 @@ fn process_that_a_rank_leaves_in_another_session_ends_with_the_job() {
 /// The launcher does not wait for it, although it holds the pipe open.
 #[test]
 fn daemon_without_the_jobs_id_outlives_the_job() {
-    let script = "env -u RUNNER_LAUNCH_ID setsid sleep 60 & echo $!; \
+    let script = "env -u LAUNCH_ID setsid sleep 60 & echo $!; \
                   until [ \"$(ps -o comm= -p $!)\" = sleep ]; do sleep 0.01; done";
     let ran = run(1, script, |_| {});
     assert_eq!((ran.code, &*ran.stderr), (0, ""));
@@ -229,7 +229,7 @@ fn orphans_of_ranks_are_reaped() {
 #[ignore = "needs root, for a namespace of processes"]
 fn launcher_as_process_1_reaps_orphans_and_keeps_exit_codes() {
     let script = format!(
-        "{ORPHANS}; sleep 0.5; [ $$ != 1 ] && [ $RUNNER_LAUNCHER_PID = 1 ] || exit 1
+        "{ORPHANS}; sleep 0.5; [ $$ != 1 ] && [ $LAUNCH_PID = 1 ] || exit 1
         grep -l '^[0-9]* (sleep) Z' /proc/[0-9]*/stat && exit 2; exit $((RANK + 7))"
     );
     let mut command = Command::new("unshare");

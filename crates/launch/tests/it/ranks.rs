@@ -276,7 +276,7 @@ fn name_of_the_launcher_may_be_longer_than_15_bytes_in_any_script() {
     let launch = dir.path().join("\u{437}\u{430}\u{43f}\u{443}\u{441}\u{43a}\u{430}\u{442}\u{44c}");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_launch"), &launch).unwrap();
     for (signal, script, code) in
-        [("CHLD", "exit 3", 3), ("HUP", "kill -HUP $RUNNER_LAUNCHER_PID; sleep 0.5", 0)]
+        [("CHLD", "exit 3", 3), ("HUP", "kill -HUP $LAUNCH_PID; sleep 0.5", 0)]
     {
         let mut command = Command::new("env");
         command.arg(format!("--ignore-signal={signal}")).arg(&launch);
@@ -324,7 +324,7 @@ fn helper_launcher() {
 #[test]
 #[ignore = "a rank process of other tests"]
 fn helper_tied() {
-    if std::env::var_os("RUNNER_LAUNCHER_PID").is_none() {
+    if std::env::var_os("LAUNCH_PID").is_none() {
         return;
     }
     tie_to_parent().unwrap();
@@ -407,7 +407,7 @@ fn no_process_outlives_a_killed_launcher() {
 
 /// Returns whether a launcher's temporary directory exists.
 fn has_files(launcher: u32) -> bool {
-    let prefix = format!("runner-launch-{launcher}-");
+    let prefix = format!("launch-{launcher}-");
     let mut files = std::fs::read_dir(std::env::temp_dir()).unwrap();
     files.any(|file| file.unwrap().file_name().to_string_lossy().starts_with(&prefix))
 }
@@ -419,7 +419,7 @@ fn kill_guard(launcher: u32) {
         let stat = std::fs::read_to_string(process.join("stat")).ok()?;
         let parent = stat.rsplit(") ").next()?.split(' ').nth(1)?.parse::<u32>().ok()?;
         let command = std::fs::read_to_string(process.join("cmdline")).ok()?;
-        let is_guard = parent == launcher && command.contains("runner-launch-guard");
+        let is_guard = parent == launcher && command.contains("launch-guard");
         is_guard.then(|| process.file_name()?.to_str()?.parse::<u32>().ok())?
     });
     let guards: Vec<_> = guards.collect();
@@ -473,7 +473,7 @@ fn restart_replaces_a_killed_guard() {
 fn rank_that_kills_its_launcher_leaves_no_process() {
     let dir = tempfile::tempdir().unwrap();
     let script = format!(
-        "kill -KILL $RUNNER_LAUNCHER_PID; sleep 60 & echo $$ $! >{0}/new; mv {0}/new {0}/$$; wait",
+        "kill -KILL $LAUNCH_PID; sleep 60 & echo $$ $! >{0}/new; mv {0}/new {0}/$$; wait",
         dir.path().display()
     );
     for _ in 0..8 {

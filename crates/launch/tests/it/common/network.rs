@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Prefix of the namespaces' names, followed by the process id.
-const PREFIX: &str = "runner-";
+const PREFIX: &str = "launch-";
 
 /// The hosts; removed on drop.
 pub(crate) struct Hosts {

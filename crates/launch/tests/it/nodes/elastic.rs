@@ -129,7 +129,7 @@ fn ranks_that_save_after_a_node_is_lost_do_not_prevent_a_restart() {
 
 /// Returns the shared state of an elastic job.
 fn state(store: &TcpStore) -> String {
-    String::from_utf8(store.get("runner/elastic/none/state", SOON).unwrap()).unwrap()
+    String::from_utf8(store.get("launch/elastic/none/state", SOON).unwrap()).unwrap()
 }
 
 fn until(holds: impl Fn() -> bool) {
@@ -150,7 +150,7 @@ fn attempt_whose_first_node_is_dead_is_abandoned() {
     let joined = format!(
         r#"{{"round": 0, "restarts": 0, "phase": "Gathering", "nodes": [{dead}], "waiting": []}}"#
     );
-    store.set("runner/elastic/none/state", joined.as_bytes()).unwrap();
+    store.set("launch/elastic/none/state", joined.as_bytes()).unwrap();
     let script = "echo $RANK of $WORLD_SIZE restart $TORCHELASTIC_RESTART_COUNT";
     let ran = run(options(1, script, elastic(1, 2, keeper.port)));
     assert_eq!(ran.code.unwrap(), 0, "{}", ran.stderr);
@@ -271,7 +271,7 @@ fn loss_of_the_control_store_ends_the_job_with_advice() {
     assert_ne!(second.wait(), 0);
     let said = second.reader.text();
     for part in
-        [&format!("127.0.0.1:{port}, on node "), "unreachable", "--rdzv-endpoint", "runner store"]
+        [&format!("127.0.0.1:{port}, on node "), "unreachable", "--rdzv-endpoint", "`launch store`"]
     {
         assert!(said.contains(part), "{part}: {said}");
     }

@@ -177,7 +177,7 @@ fn signal_to_a_finished_node_ends_the_other_nodes() {
     }
 }
 
-/// Script of ranks that save on SIGTERM, as `runner train` does.
+/// Script of ranks that save on SIGTERM.
 const SAVES: &str = "trap 'exit 75' TERM; echo up $GROUP_RANK of $GROUP_WORLD_SIZE restart \
     $TORCHELASTIC_RESTART_COUNT; while :; do sleep 0.05; done";
 
@@ -540,8 +540,8 @@ fn helper_node() {
     }
 }
 
-/// A rank that runs as many all-reduces as its role says, and reports errors as `runner train`
-/// does.
+/// A rank that runs as many all-reduces as its role says, and writes the launcher's
+/// error file when one fails.
 #[test]
 #[ignore = "a rank process of other tests"]
 fn helper_rank() {

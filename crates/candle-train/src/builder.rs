@@ -1,4 +1,4 @@
-//! [`Builder`]: builds a [`Trainer`] from options, the process group, and an optimizer on the
+//! [`TrainerBuilder`]: builds a [`Trainer`] from options, the process group, and an optimizer on the
 //! variables' device.
 
 use std::cell::RefCell;
@@ -27,7 +27,7 @@ use crate::{Error, Result, process};
 
 /// Options of a [`Trainer`].
 #[must_use = "nothing is made before `build`"]
-pub struct Builder {
+pub struct TrainerBuilder {
     vars: VarMap,
     group: Option<ProcessGroup>,
     reducer: ReducerOptions,
@@ -43,10 +43,10 @@ pub struct Builder {
 }
 
 impl Trainer {
-    /// Options for training the variables that are in the map when [`build`](Builder::build) is
+    /// Options for training the variables that are in the map when [`build`](TrainerBuilder::build) is
     /// called.
-    pub fn builder(vars: &VarMap) -> Builder {
-        Builder {
+    pub fn builder(vars: &VarMap) -> TrainerBuilder {
+        TrainerBuilder {
             vars: vars.clone(),
             group: None,
             reducer: ReducerOptions::default(),
@@ -62,7 +62,7 @@ impl Trainer {
     }
 }
 
-impl Builder {
+impl TrainerBuilder {
     /// Trains in mixed precision with `f16`: operators of `candle-ops` run under autocast, and the
     /// loss is scaled dynamically.
     pub fn f16(mut self) -> Self {
@@ -167,8 +167,8 @@ impl Builder {
     /// one rank: a [`frozen`](Self::frozen) pattern that matches no variable; hyper-parameters out
     /// of range; variables on several devices or of types other than `f32`, `f16` and `bf16`. Ranks
     /// that did not join, or have other variables.
-    pub fn build<H: Rule>(self, hyper: H) -> Result<Trainer> {
-        self.build_with(|variables, device| hyper.optimizer(variables, device))
+    pub fn build<H: IntoOptimizer>(self, hyper: H) -> Result<Trainer> {
+        self.build_with(|variables, device| hyper.into_optimizer(variables, device))
     }
 
     /// Like [`build`](Self::build), with a custom optimizer for these variables, in this order; for
@@ -279,9 +279,9 @@ struct Prepared {
     options: Options,
 }
 
-impl fmt::Debug for Builder {
+impl fmt::Debug for TrainerBuilder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Builder")
+        f.debug_struct("TrainerBuilder")
             .field("half", &self.half)
             .field("clip", &self.clip)
             .field("accumulate", &self.accumulate)
@@ -293,13 +293,13 @@ impl fmt::Debug for Builder {
 
 /// Hyper-parameters of an optimizer for the CPU and, with the feature `cuda`, for a GPU. All fused
 /// optimizers of [`fused_optim`] implement it.
-pub trait Rule {
+pub trait IntoOptimizer {
     /// Creates an optimizer of these variables, which are all on `device`.
     ///
     /// # Errors
     ///
     /// Hyper-parameters out of range; errors of the device.
-    fn optimizer(
+    fn into_optimizer(
         self,
         vars: &[candle_core::Var],
         device: &Device,
@@ -307,11 +307,11 @@ pub trait Rule {
 }
 
 #[cfg(not(feature = "cuda"))]
-impl<H> Rule for H
+impl<H> IntoOptimizer for H
 where
     CpuOptimizer<H>: FromVars<Hyper = H> + 'static,
 {
-    fn optimizer(
+    fn into_optimizer(
         self,
         vars: &[candle_core::Var],
         _: &Device,
@@ -321,12 +321,12 @@ where
 }
 
 #[cfg(feature = "cuda")]
-impl<H> Rule for H
+impl<H> IntoOptimizer for H
 where
     CpuOptimizer<H>: FromVars<Hyper = H> + 'static,
     fused_optim::cuda::CudaDeviceOptimizer<H>: FromVars<Hyper = H> + 'static,
 {
-    fn optimizer(
+    fn into_optimizer(
         self,
         vars: &[candle_core::Var],
         device: &Device,
@@ -397,7 +397,7 @@ fn check_groups(variables: &Variables, optimizer: &dyn Optimizer) -> Result<()> 
     }
     Err(Error::InvalidArgument(format!(
         "variables in no parameter group of the optimizer: {}; add them to a group, or give their names to \
-         `Builder::frozen`",
+         `TrainerBuilder::frozen`",
         missing.join(", ")
     )))
 }

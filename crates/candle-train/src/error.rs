@@ -82,9 +82,8 @@ impl fmt::Debug for Error {
 fn non_finite(parameter: &str, skips: usize, scale: f32, floor: Option<&amp::Error>) -> String {
     let limit = match floor {
         Some(floor) => format!("; {floor}"),
-        None => {
-            "; check that the loss is finite, or see `Builder::max_consecutive_skips`".to_owned()
-        }
+        None => "; check that the loss is finite, or see `TrainerBuilder::max_consecutive_skips`"
+            .to_owned(),
     };
     format!(
         "skipped {skips} steps in a row: the gradient of `{parameter}` is not finite, at a loss scale of {scale}{limit}"
@@ -110,8 +109,8 @@ impl Error {
                 "the loss depends on no trained variable: run the whole forward pass within the closure, without `detach`"
             }
             Self::Collective(E::UnusedParameters { .. }) => {
-                "if a variable is never used, give its name to `Builder::frozen`; if only in some steps, call \
-                 `Builder::find_unused_parameters`"
+                "if a variable is never used, give its name to `TrainerBuilder::frozen`; if only in some steps, call \
+                 `TrainerBuilder::find_unused_parameters`"
             }
             Self::Collective(E::Timeout { .. } | E::Mismatch { .. }) => SAME_CALLS,
             Self::Collective(E::PeerDied { .. }) => {

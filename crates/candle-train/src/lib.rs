@@ -71,7 +71,7 @@ pub use age::age;
 pub use amp::{LossScaler, LossScalerOptions};
 pub use averages::DataParallel;
 pub use backward::ParamIndex;
-pub use builder::{Builder, Rule, device};
+pub use builder::{IntoOptimizer, TrainerBuilder, device};
 pub use collective::reducer::ReducerOptions;
 pub use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 pub use data::tensor;

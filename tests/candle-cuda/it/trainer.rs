@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_ops::cross_entropy;
 use candle_ops::nn::{Linear, linear};
-use candle_train::{AdamWHyper, Builder, Clip, Trainer};
+use candle_train::{AdamWHyper, Clip, Trainer, TrainerBuilder};
 use collective::{GroupOptions, MemoryStore, ProcessGroup, Store, Transport};
 
 fn model(device: &Device) -> Result<(VarMap, [Linear; 2])> {
@@ -24,7 +24,12 @@ fn model(device: &Device) -> Result<(VarMap, [Linear; 2])> {
 }
 
 /// Losses of the epochs that are left to train.
-fn run(device: &Device, path: &Path, epochs: usize, with: impl Fn(Builder) -> Builder) -> Vec<f32> {
+fn run(
+    device: &Device,
+    path: &Path,
+    epochs: usize,
+    with: impl Fn(TrainerBuilder) -> TrainerBuilder,
+) -> Vec<f32> {
     let (vars, net) = model(device).unwrap();
     let builder = with(Trainer::builder(&vars)).clip(Clip::norm(0.5)).accumulate(2);
     let mut train = builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap();
@@ -107,12 +112,12 @@ fn a_trainer_on_a_gpu_follows_the_cpu() {
     for (here, there) in here.iter().zip(&there) {
         assert!((here - there).abs() < 1e-5, "{here} {there}");
     }
-    let half = run(&cuda, &at("half"), 3, Builder::f16);
+    let half = run(&cuda, &at("half"), 3, TrainerBuilder::f16);
     for (here, half) in here.iter().zip(&half) {
         assert!((here - half).abs() < 0.01, "{here} {half}");
     }
-    let mut parts = run(&cuda, &at("parts"), 1, Builder::f16);
-    parts.extend(run(&cuda, &at("parts"), 3, Builder::f16));
+    let mut parts = run(&cuda, &at("parts"), 1, TrainerBuilder::f16);
+    parts.extend(run(&cuda, &at("parts"), 3, TrainerBuilder::f16));
     assert_eq!(parts, half);
     std::fs::remove_dir_all(directory).unwrap();
 }

@@ -189,7 +189,7 @@ impl Trainer {
                 false => ("with", "has none"),
             };
             let text = format!(
-                "it was saved {saved} a loss scale and this trainer {now}: see `Builder::f16`"
+                "it was saved {saved} a loss scale and this trainer {now}: see `TrainerBuilder::f16`"
             );
             return Err(text.into());
         }
@@ -201,7 +201,7 @@ impl Trainer {
         };
         checked.map_err(|error| {
             format!(
-                "{error}: the optimizer and `Builder::frozen` have to be those of the saved run"
+                "{error}: the optimizer and `TrainerBuilder::frozen` have to be those of the saved run"
             )
         })?;
         if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {

@@ -6,7 +6,8 @@ use std::cell::Cell;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, Var, bail};
 use candle_nn::VarMap;
 use candle_train::{
-    Builder, Clip, DataParallel, LossScaler, LossScalerOptions, ReducerOptions, SgdHyper, Trainer,
+    Clip, DataParallel, LossScaler, LossScalerOptions, ReducerOptions, SgdHyper, Trainer,
+    TrainerBuilder,
 };
 use collective::ProcessGroup;
 
@@ -28,7 +29,7 @@ pub(super) fn alone() -> ProcessGroup {
     ranks(1, |group| group).remove(0)
 }
 
-pub(super) fn sgd(builder: Builder) -> Trainer {
+pub(super) fn sgd(builder: TrainerBuilder) -> Trainer {
     builder.build(SgdHyper { lr: 1.0, ..Default::default() }).unwrap()
 }
 
@@ -393,7 +394,7 @@ fn gradients_that_are_never_finite_end_the_run_and_name_a_parameter() {
 
 #[test]
 fn a_loss_scale_at_its_minimum_names_the_parameter_and_bf16_ends() {
-    let nan = |half: fn(Builder) -> Builder| {
+    let nan = |half: fn(TrainerBuilder) -> TrainerBuilder| {
         let (vars, net) = super::model(1);
         let mut train =
             half(Trainer::builder(&vars).group(alone())).build(SgdHyper::default()).unwrap();
@@ -410,10 +411,10 @@ fn a_loss_scale_at_its_minimum_names_the_parameter_and_bf16_ends() {
         }
         unreachable!()
     };
-    let (steps, error) = nan(Builder::f16);
+    let (steps, error) = nan(TrainerBuilder::f16);
     assert_eq!(steps, 41);
     assert!(error.contains("`a.bias`") && error.contains("smallest loss scale"), "{error}");
-    let (steps, error) = nan(Builder::bf16);
+    let (steps, error) = nan(TrainerBuilder::bf16);
     assert_eq!(steps, 100);
     assert!(error.contains("`a.bias`") && error.contains("loss scale of 1"), "{error}");
     let scaler = || LossScaler::new(LossScalerOptions::default()).unwrap();

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarMap;
-use candle_train::{Builder, Clip, LossScaler, LossScalerOptions, SgdHyper, Trainer};
+use candle_train::{Clip, LossScaler, LossScalerOptions, SgdHyper, Trainer, TrainerBuilder};
 use collective::ProcessGroup;
 
 use super::{ranks, weights};
@@ -85,7 +85,7 @@ fn loss(
 fn trained(
     group: ProcessGroup,
     accumulate: usize,
-    options: &(impl Fn(Builder) -> Builder + Sync),
+    options: &(impl Fn(TrainerBuilder) -> TrainerBuilder + Sync),
 ) -> Vec<f32> {
     let (vars, weight) = model();
     let rank = group.rank();
@@ -101,12 +101,12 @@ fn trained(
 
 #[test]
 fn a_weighted_step_is_the_mean_of_all_tokens() {
-    type Options = fn(Builder) -> Builder;
+    type Options = fn(TrainerBuilder) -> TrainerBuilder;
     let kinds: [(&str, Options, f64); 5] = [
-        ("unused", Builder::find_unused_parameters, 1e-6),
+        ("unused", TrainerBuilder::find_unused_parameters, 1e-6),
         ("f32", |b| b, 1e-6),
         ("f16", |b| b.f16().loss_scaler(scaler(256.0)), 2e-3),
-        ("bf16", Builder::bf16, 2e-2),
+        ("bf16", TrainerBuilder::bf16, 2e-2),
         ("scaled", |b| b.loss_scaler(LossScaler::fixed(1024.0).unwrap()), 1e-6),
     ];
     for (name, options, tolerance) in kinds {
@@ -119,7 +119,7 @@ fn a_weighted_step_is_the_mean_of_all_tokens() {
             }
             for clip in [None, Some(0.05)] {
                 let expected = reference(accumulate, world_size, clip);
-                let options = |builder: Builder| match clip {
+                let options = |builder: TrainerBuilder| match clip {
                     Some(max) => options(builder.clip(Clip::norm(max))),
                     None => options(builder),
                 };

@@ -23,8 +23,8 @@ fn main() {
     let len = images.len();
     let sampler =
         DefaultSampler { len, shuffle: true, seed: 1, rank: 0, world_size: 1, round_up: true };
-    let loader = DataLoader::new(Arc::new(images), sampler, 32, false).unwrap();
-    let loader = loader.workers(Workers::new(workers).persistent());
+    let builder = DataLoader::builder(Arc::new(images), sampler).batch_size(32);
+    let loader = builder.workers(Workers::new(workers).persistent()).build().unwrap();
     let mut seconds = 0.0;
     // The first epoch brings files into memory and starts the workers.
     for epoch in 0..2 {

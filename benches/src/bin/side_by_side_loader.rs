@@ -87,8 +87,8 @@ fn loader(dataset: impl Dataset + 'static, workers: usize) -> DataLoader {
     let len = dataset.len();
     let sampler =
         DefaultSampler { len, shuffle: true, seed: 1, rank: 0, world_size: 1, round_up: true };
-    let loader = DataLoader::new(Arc::new(dataset), sampler, BATCH, false).unwrap();
-    loader.workers(Workers::new(workers))
+    let builder = DataLoader::builder(Arc::new(dataset), sampler).batch_size(BATCH);
+    builder.workers(Workers::new(workers)).build().unwrap()
 }
 
 /// Medians of five rounds' means, by turns, so that all meet the same machine.

@@ -77,8 +77,8 @@ fn loader(folder: &Path, is_training: bool, train: &Trainer) -> Result<DataLoade
         round_up: is_training,
         ..train.sampler(images.len())
     };
-    let loader = DataLoader::new(Arc::new(images), sampler, BATCH_SIZE, false)?;
-    Ok(loader.workers(Workers::new(2)))
+    let builder = DataLoader::builder(Arc::new(images), sampler).batch_size(BATCH_SIZE);
+    Ok(builder.workers(Workers::new(2)).build()?)
 }
 
 fn tensors(batch: &Batch) -> Result<(Tensor, Tensor)> {

@@ -92,8 +92,8 @@ impl Trainer {
     /// # let vars = VarMap::new();
     /// # let net = candle_nn::linear(2, 2, VarBuilder::from_varmap(&vars, DType::F32, &device))?;
     /// let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
-    /// let loader = DataLoader::new(Arc::new(Points), train.sampler(100), 16, false)?;
-    /// let loader = loader.workers(Workers::new(2));
+    /// let loader = DataLoader::builder(Arc::new(Points), train.sampler(100)).batch_size(16);
+    /// let loader = loader.workers(Workers::new(2)).build()?;
     ///
     /// // Begins, or resumes within an epoch after the last save.
     /// let (epoch, place) = train.resume_with(&path)?;

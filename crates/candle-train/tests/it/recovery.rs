@@ -311,7 +311,8 @@ fn an_epoch_that_begins_within_a_step_begins_with_a_step_of_full_strength() {
     }
     let (vars, all) = model(&["w"]);
     let mut train = sgd(Trainer::builder(&vars).group(alone()).accumulate(4));
-    let loader = DataLoader::new(std::sync::Arc::new(Empty), train.sampler(8), 1, false).unwrap();
+    let builder = DataLoader::builder(std::sync::Arc::new(Empty), train.sampler(8));
+    let loader = builder.build().unwrap();
     // As after a save at batch 6 of a run with other numbers of batches per step.
     drop(train.batches_of(&loader, 0, 6).unwrap());
     for _ in 6..8 {

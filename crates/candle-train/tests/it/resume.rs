@@ -194,7 +194,8 @@ fn a_first_batch_beyond_the_epoch_is_refused() {
     let group = ProcessGroup::threads(1, Duration::from_secs(10)).unwrap().remove(0);
     let builder = Trainer::builder(&vars).group(group);
     let mut train = builder.build(AdamWHyper::default()).unwrap();
-    let loader = DataLoader::new(Arc::new(Rows), train.sampler(SAMPLES), 5, false).unwrap();
+    let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES));
+    let loader = builder.batch_size(5).build().unwrap();
     let len = loader.batches_per_epoch();
     for first in [len + 1, usize::MAX] {
         let error = train.batches_of(&loader, 0, first).err().unwrap().to_string();
@@ -216,8 +217,8 @@ fn a_layout_of_another_seed_differs() {
         let group = ProcessGroup::threads(1, Duration::from_secs(10)).unwrap().remove(0);
         let builder = Trainer::builder(&vars).group(group).seed(seed);
         let train = builder.build(AdamWHyper::default()).unwrap();
-        let sampler = train.sampler(SAMPLES);
-        DataLoader::new(Arc::new(Rows), sampler, 5, false).unwrap().layout()
+        let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES));
+        builder.batch_size(5).build().unwrap().layout()
     };
     assert_ne!(layout(1), layout(2));
     assert_eq!(layout(2), layout(2));
@@ -245,8 +246,8 @@ fn run_loader(
     path: &Path,
     mut most: usize,
 ) -> (Vec<f32>, bool) {
-    let loader = DataLoader::new(Arc::new(Rows), train.sampler(SAMPLES), 5, false).unwrap();
-    let loader = loader.workers(Workers::new(workers).persistent());
+    let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES)).batch_size(5);
+    let loader = builder.workers(Workers::new(workers).persistent()).build().unwrap();
     let (start, next) = train.resume_with(path).unwrap();
     let (mut losses, mut next) = (Vec::new(), next.unwrap_or(0));
     for epoch in start..3 {
@@ -317,7 +318,8 @@ fn a_loader_goes_on_within_an_epoch_with_any_number_of_workers() {
             ),
             (DefaultSampler { round_up: false, ..own }, "with round_up = false, this is rank"),
         ] {
-            let loader = DataLoader::new(Arc::new(Rows), other, 5, false).unwrap();
+            let builder = DataLoader::builder(Arc::new(Rows), other);
+            let loader = builder.batch_size(5).build().unwrap();
             let error = train.batches_of(&loader, 0, 0).err().unwrap().to_string();
             assert!(error.contains(says), "{error}");
         }

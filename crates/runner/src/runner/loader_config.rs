@@ -152,12 +152,18 @@ impl DataLoaderConfig {
             world_size: group.world_size(),
             round_up: self.round_up,
         };
-        let loader = DataLoader::new(dataset, sampler, self.batch_size, self.drop_last)?;
-        let mut loader = loader.workers(self.workers);
+        let builder = DataLoader::builder(dataset, sampler).batch_size(self.batch_size);
+        let mut builder = builder.workers(self.workers);
         if let Some(collate) = self.collate {
-            loader = loader.collate(move |samples| collate(samples));
+            builder = builder.collate(move |samples| collate(samples));
         }
-        Ok(if self.infinite { loader.infinite() } else { loader })
+        if self.drop_last {
+            builder = builder.drop_last();
+        }
+        if self.infinite {
+            builder = builder.infinite();
+        }
+        Ok(builder.build()?)
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::*;
-use crate::{DataLoader, DefaultSampler, PadCollate};
+use crate::{DataLoader, DataLoaderBuilder, DefaultSampler, PadCollate};
 
 /// Bytes of the same random number generator as in `transforms.py`.
 fn pixels(count: usize, seed: u64) -> Vec<u8> {
@@ -394,13 +394,14 @@ fn made(images: &impl Dataset, draws: &[Draw]) -> Result<Batch, BoxError> {
 fn a_loader_transforms_batches_of_its_own_collate_function() {
     let images = Transformed::new(Images, Pipeline::new().then(Normalize::new([127.5], [51.0])))
         .with_batch_transform(MixUp { alpha: 1.0, num_classes: 6 });
-    let loader = DataLoader::new(Arc::new(images), DefaultSampler::new(6), 4, false).unwrap();
-    let batches =
-        |loader: &DataLoader| loader.batches(0, 0).map(Result::unwrap).collect::<Vec<_>>();
-    let mixed = batches(&loader);
+    let builder = DataLoader::builder(Arc::new(images), DefaultSampler::new(6)).batch_size(4);
+    let batches = |builder: DataLoaderBuilder| {
+        builder.build().unwrap().batches(0, 0).map(Result::unwrap).collect::<Vec<_>>()
+    };
+    let mixed = batches(builder.clone());
     assert_eq!(mixed[0].get("labels").unwrap().shape(), [4, 6]);
-    let own = loader.collate(|samples| Ok(PadCollate::new(0.0).collate(samples)?));
-    assert_eq!(batches(&own), mixed);
+    let own = builder.collate(|samples| Ok(PadCollate::new(0.0).collate(samples)?));
+    assert_eq!(batches(own), mixed);
 }
 
 #[test]

@@ -20,7 +20,8 @@ impl Dataset for Points {
 
 fn main() -> train_data::Result<()> {
     let sampler = DefaultSampler::new(1000); // shuffled, and divided among the ranks, if any
-    let loader = DataLoader::new(Arc::new(Points), sampler, 32, true)?.workers(Workers::new(2));
+    let loader = DataLoader::builder(Arc::new(Points), sampler).batch_size(32).drop_last();
+    let loader = loader.workers(Workers::new(2)).build()?;
     let whole: Vec<_> = loader.batches(3, 0).collect::<Result<_, _>>()?;
     // The rest of epoch 3 after ten batches does not depend on the batches loaded before.
     let rest: Vec<_> = loader.batches(3, 10).collect::<Result<_, _>>()?;

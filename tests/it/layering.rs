@@ -1,5 +1,6 @@
 //! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between the
-//! folders of `runner`, `launch`, `candle-ops` and `collective`, checked in their imports.
+//! folders of `runner`, `launch`, `candle-ops`, `collective` and `train-step`, checked in their
+//! imports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,10 +17,23 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("fused-optim", &["cuda-rt", "npu-sys"]),
     ("launch", &["collective"]),
     ("train-data", &[]),
-    ("candle-train", &["amp", "candle-ops", "collective", "fused-optim", "train-data"]),
+    ("train-step", &["fused-optim"]),
+    (
+        "candle-train",
+        &["amp", "candle-ops", "collective", "fused-optim", "train-data", "train-step"],
+    ),
     (
         "runner",
-        &["amp", "candle-ops", "candle-train", "collective", "fused-optim", "launch", "train-data"],
+        &[
+            "amp",
+            "candle-ops",
+            "candle-train",
+            "collective",
+            "fused-optim",
+            "launch",
+            "train-data",
+            "train-step",
+        ],
     ),
 ];
 
@@ -123,6 +137,9 @@ const OPERATOR_FOLDERS: &[&str] = &[
     "nn",
 ];
 
+/// The same for `train-step`.
+const STEP_FOLDERS: &[&str] = &["error", "spec", "accumulation", "groups", "schedule"];
+
 /// The same for `collective`.
 const COLLECTIVE_FOLDERS: &[&str] = &[
     "error", "sync", "op", "memory", "simd", "net", "store", "options", "algo", "backend", "sim",
@@ -156,6 +173,7 @@ fn no_import_between_folders_runs_back_up() {
     check_imports("launch", &[], LAUNCH_FOLDERS, &[]);
     check_imports("candle-ops", &[], OPERATOR_FOLDERS, &[]);
     check_imports("collective", &[], COLLECTIVE_FOLDERS, &[]);
+    check_imports("train-step", &[], STEP_FOLDERS, &[]);
     check_imports("collective", &["backend"], BACKEND_FOLDERS, &[]);
 }
 

@@ -17,7 +17,7 @@ use collective::reducer::ReducerOptions;
 use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 use fused_optim::candle::{FromVars, VarOptimizer};
 use fused_optim::{Clip, CpuOptimizer, Optimizer};
-use train_data::Accumulation;
+use train_step::Accumulation;
 
 use crate::averages::DataParallel;
 use crate::exchange::OpenStep;

@@ -80,7 +80,8 @@ pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
     ScheduleFreeAdamWHyper, SgdHyper,
 };
-pub use train_data::{self, Accumulation, DefaultSampler};
+pub use train_data::{self, DefaultSampler};
+pub use train_step::{self, Accumulation};
 pub use trainer::Trainer;
 pub use variables::is_buffer;
 

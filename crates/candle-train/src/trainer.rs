@@ -13,7 +13,7 @@ use collective::{ProcessGroup, ReduceOp};
 use fused_optim::candle::VarOptimizer;
 use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
 use tracing::debug_span;
-use train_data::{Accumulation, BatchRole};
+use train_step::{Accumulation, BatchRole};
 
 use crate::age::check_age;
 use crate::averages::{DataParallel, View};

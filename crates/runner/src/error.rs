@@ -59,6 +59,17 @@ pub enum Error {
     },
 }
 
+impl From<train_step::Error> for Error {
+    fn from(error: train_step::Error) -> Self {
+        use train_step::Error as E;
+        match error {
+            E::OtherGroups { .. } => Self::Checkpoint(error.to_string()),
+            E::Optimizer(error) => Self::Optim(error),
+            _ => Self::Config(error.to_string()),
+        }
+    }
+}
+
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)

@@ -193,15 +193,6 @@ pub(crate) fn check_metric(name: &str, known: Option<&[String]>, place: &Span) -
     }
 }
 
-/// Returns the metric called `name`; the error text lists the known names.
-pub(crate) fn find_metric(metrics: &[(String, f64)], name: &str) -> Result<f64, String> {
-    let found = metrics.iter().find(|(known, _)| known == name);
-    found.map(|(_, value)| *value).ok_or_else(|| {
-        let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
-        format!("no metric `{name}`; known: {}", names.join(", "))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;

@@ -4,13 +4,11 @@
 //! into [`Batch`]es: named, shaped arrays in host memory. A [`Stream`] reads samples without a
 //! length from shards, and a [`StreamLoader`] makes batches of them. [`transforms`] change samples
 //! and batches. [`Workers`] does work on threads ahead of time, in order. [`metrics`] are sums over
-//! a data set that ranks add up. [`Accumulation`] counts batches towards the next step. There is no
-//! training loop, tensor or collective here.
+//! a data set that ranks add up. There is no training loop, tensor or collective here.
 
 // docs.rs notes at each item the feature that it needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-mod accumulation;
 mod array;
 mod collate;
 mod dataset;
@@ -25,7 +23,6 @@ pub mod stream;
 pub mod transforms;
 mod workers;
 
-pub use accumulation::{Accumulation, BatchRole};
 pub use array::{Array, ArrayData, Batch, Sample};
 pub use collate::PadCollate;
 pub use dataset::{Dataset, Draw, SampleRng};

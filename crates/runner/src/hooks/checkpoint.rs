@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use train_step::find_metric;
 
 use super::monitor::rule_by;
 use super::{Hook, Priority};
@@ -11,7 +12,6 @@ use crate::checkpoint::{Checkpoint, Position, check_name};
 use crate::config::{Section, choose, unknown};
 use crate::data::Batch;
 use crate::engine::Losses;
-use crate::evaluate::find_metric;
 use crate::runner::{Length, Runner, Save};
 use crate::schedulers::Rule;
 use crate::{Error, Result};

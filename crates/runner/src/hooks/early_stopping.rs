@@ -1,11 +1,11 @@
 //! Ends a run whose metric no longer improves.
 
 use serde_json::{Value, json};
+use train_step::find_metric;
 
 use super::monitor::rule_of;
 use super::{Hook, Priority};
 use crate::config::Section;
-use crate::evaluate::find_metric;
 use crate::runner::Runner;
 use crate::schedulers::Rule;
 use crate::{Error, Result};

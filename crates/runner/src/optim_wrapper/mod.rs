@@ -12,7 +12,6 @@ mod counts;
 mod dict;
 mod optimizers;
 mod overflow;
-mod paramwise;
 mod wrapper;
 
 use ::amp::ScalerState;
@@ -23,8 +22,7 @@ pub use counts::PendingCounts;
 pub use dict::{Member, OptimizerDict, assign};
 pub use optimizers::{OPTIMIZERS, OptimizerConfig};
 pub(crate) use overflow::has_non_finite;
-pub use paramwise::{Multipliers, Paramwise};
-pub use train_data::{Accumulation, BatchRole};
+pub use train_step::{Accumulation, BatchRole, Multipliers, Paramwise};
 pub use wrapper::OptimWrapper;
 
 use crate::Result;

@@ -9,6 +9,7 @@ use fused_optim::{Sgd, SgdHyper};
 use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
+use train_step::Schedules;
 
 use super::agreement::{Budget, compare};
 use super::eval_weights::EvalWeightsHook;
@@ -16,7 +17,7 @@ use super::finite::UncheckedLosses;
 use super::loading::{LoadOptions, Loaded, Start};
 use super::output::Output;
 use super::saving::{Configured, Status};
-use super::scheduling::{ParamSchedulerHook, Schedules, scale_lr};
+use super::scheduling::{ParamSchedulerHook, make_schedules, options, scale_lr};
 use super::state::Seed;
 use super::stream::{TrainData, TrainStream};
 use super::{DataLoaderConfig, EvalSplit, Evaluation, Hook, Priority, Runner, TrainConfig};
@@ -293,11 +294,11 @@ impl RunnerBuilder {
             let scaled = scale_lr(optim.optimizer_mut(), batch, self.auto_scale_lr)?;
             let length = train_loader.as_ref().map_or(0, DataLoader::batches_per_epoch);
             let scales_lr = self.auto_scale_lr.is_some();
-            let schedules = Schedules::new(self.schedulers, scales_lr, &train, length, &mut optim)?;
+            let schedules = make_schedules(self.schedulers, &train, length, &mut optim)?;
             compare_options(&group, &optim, &hyper_params, &schedules)?;
             let runner = Runner {
                 hooks: in_order(self.hooks, &schedules, &optim)?,
-                configured: Configured::new(&mut optim, hyper_params, self.lora),
+                configured: Configured::new(&mut optim, hyper_params, self.lora, scales_lr),
                 optim,
                 schedules,
                 model,
@@ -497,9 +498,9 @@ fn compare_options(
     hyper_params: &Value,
     schedules: &Schedules,
 ) -> Result<()> {
-    let mut options = optim.options(hyper_params);
-    options.extend(schedules.options());
-    compare(group, "options of optim_wrapper and param_scheduler", &options)
+    let mut all = optim.options(hyper_params);
+    all.extend(options(schedules));
+    compare(group, "options of optim_wrapper and param_scheduler", &all)
 }
 
 /// Sorts hooks by priority; with schedulers, adds a [`ParamSchedulerHook`] if there is none, and an

@@ -18,7 +18,7 @@ use tracing::subscriber::NoSubscriber;
 
 use super::builder::{build_model, check_autocast, topology};
 use super::loading;
-use super::scheduling::make_schedulers;
+use super::scheduling::make_schedules;
 use super::work_dir::has_run_begun_with;
 use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig};
 use crate::checkpoint::check_outside;
@@ -187,7 +187,8 @@ impl RunnerBuilder {
         let is_exact =
             |of: &SchedulerConfig| of.by_epoch || matches!(train.length, Length::Iters(_));
         self.schedulers.retain(|of| is_exact(of) || !matches!(of.shape, Shape::OneCycle(_)));
-        let made = make_schedulers(&self.schedulers, &train, epoch_length, &mut optim);
+        let schedulers = std::mem::take(&mut self.schedulers);
+        let made = make_schedules(schedulers, &train, epoch_length, &mut optim);
         made.map_or_else(|error| add("optim_wrapper", "", error), drop);
         Ok(())
     }

@@ -18,6 +18,7 @@
 //! Gradients that await a step are averaged over the ranks that wrote them. The step then consists
 //! of their samples and those of its remaining batches, all with equal weight.
 
+use super::scheduling::{remake, scale_lr};
 use super::{Length, Runner};
 use crate::Result;
 use crate::checkpoint::{Meta, Position, Waiting};
@@ -56,7 +57,7 @@ impl Runner {
         self.optim.accumulation().set_counts(now);
         if first != is {
             let length = self.train_loader()?.with(first, 0).batches_per_epoch();
-            self.schedules.remake(&self.train, length, &mut self.optim)?;
+            remake(&mut self.schedules, &self.train, length, &mut self.optim)?;
         }
         let position = self.position.clone();
         let Waiting { samples, step } = self.waiting(&position)?;
@@ -80,7 +81,7 @@ impl Runner {
             // Weighted by counts, batches of any size have the weight of their tokens.
             share *= is.batch_size as f32 / was.batch_size as f32;
         }
-        let step_size = self.schedules.scales_lr.then_some(step_size);
+        let step_size = self.configured.scales_lr.then_some(step_size);
         Ok(Takeover { gradient_share: Some(share), step_size })
     }
 
@@ -125,7 +126,7 @@ impl Runner {
             return;
         }
         text += &format!("; a step has {} samples instead of {}", step_size[1], step_size[0]);
-        text += match self.schedules.scales_lr {
+        text += match self.configured.scales_lr {
             true => "; the learning rate is scaled accordingly",
             false => "; the learning rate is not scaled (see auto_scale_lr)",
         };
@@ -220,7 +221,9 @@ impl Runner {
     /// Scales learning rates, and the initial ones of schedulers, to the size of a step.
     pub(super) fn scale_rates(&mut self, takeover: &Takeover) -> Result<()> {
         let Some(step_size) = takeover.step_size else { return Ok(()) };
-        self.schedules.scale_rates(step_size, &mut self.optim)
+        let [was, is] = step_size;
+        self.schedules.scale_base_lrs(is as f64 / was as f64);
+        scale_lr(self.optim.optimizer_mut(), is, Some(was)).map(drop)
     }
 }
 

@@ -49,11 +49,11 @@ use output::Output;
 pub use saving::Save;
 use saving::{Configured, Status};
 pub use scheduling::ParamSchedulerHook;
-use scheduling::Schedules;
 pub(crate) use state::BUFFERS;
 use state::Seed;
 use stream::TrainData;
 pub use train_config::{Length, TrainConfig};
+use train_step::Schedules;
 
 use crate::checkpoint::{Position, visit_whole_model};
 use crate::data::{Batch, DataLoader};

@@ -98,6 +98,8 @@ pub(super) struct Configured {
     /// Hyper-parameters of the optimizer.
     pub(super) hyper_params: Value,
     pub(super) lora: Option<LoraOptions>,
+    /// Whether the learning rate is scaled with the size of a step (`auto_scale_lr`).
+    pub(super) scales_lr: bool,
 }
 
 impl Configured {
@@ -105,9 +107,10 @@ impl Configured {
         optim: &mut OptimWrapper,
         hyper_params: Value,
         lora: Option<LoraOptions>,
+        scales_lr: bool,
     ) -> Self {
         let accumulative_counts = optim.accumulation().counts();
-        Self { accumulative_counts, hyper_params, lora }
+        Self { accumulative_counts, hyper_params, lora, scales_lr }
     }
 }
 

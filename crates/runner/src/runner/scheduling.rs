@@ -1,132 +1,43 @@
-//! Schedulers of a run: creation for the groups of its optimizer, and steps by
-//! [`ParamSchedulerHook`].
+//! Schedulers of a run: their length, and steps by [`ParamSchedulerHook`].
 
-use std::ops::Range;
-
-use fused_optim::{Error as OptimError, HyperParam, Optimizer};
+use fused_optim::{HyperParam, Optimizer};
+use train_step::Schedules;
 
 use super::agreement::compare;
 use super::{Hook, Length, Priority, Runner, TrainConfig};
+use crate::Result;
 use crate::checkpoint::Position;
-use crate::config::unknown;
 use crate::data::Batch;
 use crate::engine::Losses;
 use crate::optim_wrapper::OptimWrapper;
-use crate::schedulers::{Param, RunLength, Scheduler, SchedulerConfig};
-use crate::{Error, Result};
+use crate::schedulers::{RunLength, SchedulerConfig};
 
-/// Schedulers of a run.
-#[derive(Debug)]
-pub(super) struct Schedules {
-    all: Vec<Scheduler>,
+/// Creates the schedulers of a run. `epoch_length` and `train` are in iterations of the
+/// configuration.
+pub(super) fn make_schedules(
     configs: Vec<SchedulerConfig>,
-    /// Whether the learning rate is scaled with the size of a step (`auto_scale_lr`).
-    pub(super) scales_lr: bool,
-}
-
-impl Schedules {
-    /// Creates the schedulers, see [`make_schedulers`].
-    pub(super) fn new(
-        configs: Vec<SchedulerConfig>,
-        scales_lr: bool,
-        train: &TrainConfig,
-        epoch_length: usize,
-        optim: &mut OptimWrapper,
-    ) -> Result<Self> {
-        let all = make_schedulers(&configs, train, epoch_length, optim)?;
-        Ok(Self { all, configs, scales_lr })
-    }
-
-    /// Creates the schedulers again, for epochs of another length.
-    pub(super) fn remake(
-        &mut self,
-        train: &TrainConfig,
-        epoch_length: usize,
-        optim: &mut OptimWrapper,
-    ) -> Result<()> {
-        self.all = make_schedulers(&self.configs, train, epoch_length, optim)?;
-        Ok(())
-    }
-
-    pub(super) fn all(&self) -> &[Scheduler] {
-        &self.all
-    }
-
-    /// Returns the schedulers as texts, which must be equal on all ranks.
-    pub(super) fn options(&self) -> impl Iterator<Item = (String, String)> {
-        let all = self.all.iter().enumerate();
-        all.map(|(index, scheduler)| (format!("param_scheduler {index}"), format!("{scheduler:?}")))
-    }
-
-    /// Resumes the schedulers of a checkpoint, of the same number, and returns their differences
-    /// from the configuration.
-    pub(super) fn resume(&mut self, saved: &[Scheduler]) -> Result<Vec<String>> {
-        let mut texts = Vec::new();
-        for (index, (scheduler, saved)) in self.all.iter_mut().zip(saved).enumerate() {
-            let differences = scheduler.resume(saved.clone())?;
-            if !differences.is_empty() {
-                texts.push(format!("param_scheduler {index}: {}", differences.join(", ")));
-            }
-        }
-        Ok(texts)
-    }
-
-    /// Scales learning rates, and the schedulers' initial ones, from steps of `was` samples to
-    /// steps of `is`.
-    pub(super) fn scale_rates(
-        &mut self,
-        [was, is]: [usize; 2],
-        optim: &mut OptimWrapper,
-    ) -> Result<()> {
-        for scheduler in self.all.iter_mut().filter(|s| s.param() == Param::Lr) {
-            scheduler.scale_base(is as f64 / was as f64);
-        }
-        scale_lr(optim.optimizer_mut(), is, Some(was)).map(drop)
-    }
-
-    /// Steps the schedulers that are `due`, in order, each on the values left by previous ones.
-    fn step(
-        &mut self,
-        optim: &mut OptimWrapper,
-        metrics: Option<&[(String, f64)]>,
-        due: impl Fn(&Scheduler) -> bool,
-    ) -> Result<()> {
-        let optimizer = optim.optimizer_mut();
-        for scheduler in self.all.iter_mut().filter(|s| due(s)) {
-            let (param, groups) = (scheduler.param(), scheduler.groups());
-            let mut values = read_values(optimizer, param, groups.clone())?;
-            scheduler.step(&mut values, metrics)?;
-            write_values(optimizer, param, groups, &values)?;
-        }
-        Ok(())
-    }
-
-    /// Steps the schedulers that count iterations: once, or, after a change of the layout, for each
-    /// iteration of the configuration that the current one completes.
-    fn step_iters(&mut self, optim: &mut OptimWrapper, position: &Position) -> Result<()> {
-        let counts_iters = |s: &Scheduler| !s.by_epoch();
-        let Position { iter, begun, .. } = *position;
-        let mut steps = 1;
-        if begun.first.is_some()
-            && let Some(scheduler) = self.all.iter().find(|s| counts_iters(s))
-        {
-            let wanted = begun.scale.to_configured(iter + 1) as u64;
-            steps = wanted.saturating_sub(scheduler.steps());
-        }
-        (0..steps).try_for_each(|_| self.step(optim, None, counts_iters))
-    }
-}
-
-/// Creates the schedulers. Each takes its first step, which sets the optimizer's initial values.
-/// `epoch_length` and `train` are in iterations of the configuration.
-pub(super) fn make_schedulers(
-    configs: &[SchedulerConfig],
     train: &TrainConfig,
     epoch_length: usize,
     optim: &mut OptimWrapper,
-) -> Result<Vec<Scheduler>> {
+) -> Result<Schedules> {
     let parts = optim.parts().to_vec();
-    let optimizer = optim.optimizer_mut();
+    let length = run_length(train, epoch_length);
+    Ok(Schedules::new(configs, length, &parts, optim.optimizer_mut())?)
+}
+
+/// Creates the schedulers again, for epochs of another length.
+pub(super) fn remake(
+    schedules: &mut Schedules,
+    train: &TrainConfig,
+    epoch_length: usize,
+    optim: &mut OptimWrapper,
+) -> Result<()> {
+    let parts = optim.parts().to_vec();
+    let length = run_length(train, epoch_length);
+    Ok(schedules.remake(length, &parts, optim.optimizer_mut())?)
+}
+
+fn run_length(train: &TrainConfig, epoch_length: usize) -> RunLength {
     let iters = train.length.iters(epoch_length);
     let epochs = match train.length {
         Length::Epochs(epochs) => epochs,
@@ -134,35 +45,23 @@ pub(super) fn make_schedulers(
         Length::Iters(iters) => iters.div_ceil(epoch_length.max(1)),
     };
     let (epochs, iters, epoch_length) = (epochs as u64, iters as u64, epoch_length as u64);
-    let length = RunLength { epochs, iters, epoch_length };
-    let mut base: [Option<Vec<Option<f64>>>; 2] = [None, None];
-    let make = |config: &SchedulerConfig| {
-        let groups = groups_of(config.part.as_deref(), &parts, optimizer.group_count())?;
-        let mut values = read_values(optimizer, config.param, groups.clone())?;
-        let base = &mut base[usize::from(config.param == Param::Momentum)];
-        let unset = || vec![None; optimizer.group_count()];
-        let base = &mut base.get_or_insert_with(unset)[groups.clone()];
-        // Base values are those at the first scheduler that changes a group.
-        let mut own: Vec<f64> = base.iter().zip(&values).map(|(b, v)| b.unwrap_or(*v)).collect();
-        let scheduler = Scheduler::new(config, length, &mut own, &mut values)?;
-        base.iter_mut().zip(own).for_each(|(base, own)| *base = Some(own));
-        let first = groups.start;
-        write_values(optimizer, config.param, groups, &values)?;
-        Ok(scheduler.moved_to(first))
-    };
-    configs.iter().map(make).collect()
+    RunLength { epochs, iters, epoch_length }
 }
 
-/// Returns the groups of one of the `parts`, given as names and numbers of groups; all groups
-/// without a name.
-fn groups_of(part: Option<&str>, parts: &[(String, usize)], count: usize) -> Result<Range<usize>> {
-    let Some(part) = part else { return Ok(0..count) };
-    let Some(at) = parts.iter().position(|(name, _)| name == part) else {
-        let known: Vec<_> = parts.iter().map(|(name, _)| name.as_str()).collect();
-        return Err(Error::Config(unknown("part of the optimizer", part, &known)));
-    };
-    let first = parts[..at].iter().map(|(_, count)| count).sum();
-    Ok(first..first + parts[at].1)
+/// Returns the schedulers as texts, which must be equal on all ranks.
+pub(super) fn options(schedules: &Schedules) -> impl Iterator<Item = (String, String)> {
+    let all = schedules.all().iter().enumerate();
+    all.map(|(index, scheduler)| (format!("param_scheduler {index}"), format!("{scheduler:?}")))
+}
+
+/// Returns the number of steps that the current iteration is for schedulers that count iterations:
+/// one, or, after a change of the layout, the iterations of the configuration that it completes.
+fn iters_of(schedules: &Schedules, position: &Position) -> u64 {
+    let Position { iter, begun, .. } = *position;
+    match schedules.iters().filter(|_| begun.first.is_some()) {
+        Some(taken) => (begun.scale.to_configured(iter + 1) as u64).saturating_sub(taken),
+        None => 1,
+    }
 }
 
 /// Steps the schedulers: those that count iterations after each iteration (of the configuration, if
@@ -181,55 +80,20 @@ impl Hook for ParamSchedulerHook {
     }
 
     fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
-        runner.schedules.step_iters(&mut runner.optim, &runner.position)
+        let count = iters_of(&runner.schedules, &runner.position);
+        Ok(runner.schedules.step_iters(count, runner.optim.optimizer_mut())?)
     }
 
     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
-        runner.schedules.step(&mut runner.optim, None, Scheduler::by_epoch)
+        Ok(runner.schedules.step_epoch(runner.optim.optimizer_mut())?)
     }
 
     fn after_val_epoch(&mut self, runner: &mut Runner, metrics: &[(String, f64)]) -> Result<()> {
-        let trains = runner.is_training();
-        let due = |s: &Scheduler| trains && s.needs_metrics();
-        runner.schedules.step(&mut runner.optim, Some(metrics), due)
-    }
-}
-
-/// Reads the values of these parameter groups of an optimizer.
-pub(super) fn read_values(
-    optimizer: &dyn Optimizer,
-    param: Param,
-    groups: Range<usize>,
-) -> Result<Vec<f64>> {
-    let none = || {
-        let text = format!("{} has no momentum for a scheduler to change", optimizer.kind());
-        Error::Config(text)
-    };
-    let read = |group| match param {
-        Param::Lr => Ok(optimizer.lr(group)?),
-        Param::Momentum => optimizer.momentum(group)?.ok_or_else(none),
-    };
-    groups.map(read).collect()
-}
-
-pub(super) fn write_values(
-    optimizer: &mut dyn Optimizer,
-    param: Param,
-    groups: Range<usize>,
-    values: &[f64],
-) -> Result<()> {
-    for (group, &value) in groups.zip(values) {
-        match param {
-            Param::Lr => optimizer.set_lr(group, value)?,
-            Param::Momentum => match optimizer.set_momentum(group, value) {
-                Err(OptimError::MomentumFromZero { .. }) if value == 0.0 => {
-                    optimizer.set_momentum(group, LEAST_MOMENTUM)?;
-                }
-                set => set?,
-            },
+        match runner.is_training() {
+            true => Ok(runner.schedules.step_metrics(metrics, runner.optim.optimizer_mut())?),
+            false => Ok(()),
         }
     }
-    Ok(())
 }
 
 /// Hyper-parameters that hooks may set between steps.
@@ -274,9 +138,11 @@ pub(super) fn scale_lr(
     let Some(base) = base else { return Ok(None) };
     let factor = batch as f64 / base as f64;
     let groups = 0..optimizer.group_count();
-    let values = read_values(optimizer, Param::Lr, groups.clone())?;
+    let values: Vec<_> = groups.map(|group| optimizer.lr(group)).collect::<Result<_, _>>()?;
     let scaled: Vec<_> = values.iter().map(|lr| lr * factor).collect();
-    write_values(optimizer, Param::Lr, groups, &scaled)?;
+    for (group, lr) in scaled.iter().enumerate() {
+        optimizer.set_lr(group, *lr)?;
+    }
     let rate = |rates: &[f64]| rates.first().copied().unwrap_or(f64::NAN);
     Ok(Some(format!(
         "auto_scale_lr: learning rate {} instead of {}: a batch of all ranks has {batch} samples, and \
@@ -286,22 +152,17 @@ pub(super) fn scale_lr(
     )))
 }
 
-/// Replaces a momentum of 0 at the end of a schedule if an optimizer keeps its buffer: in `f32`, a
-/// buffer times this value adds nothing to a gradient. (SGD with dampening still dampens in this
-/// case; PyTorch's does not.)
-const LEAST_MOMENTUM: f64 = f32::MIN_POSITIVE as f64;
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
     use collective::ProcessGroup;
-    use fused_optim::{Applied, Clip, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
+    use fused_optim::Clip;
 
     use super::*;
     use crate::hooks::EarlyStoppingHook;
     use crate::runner::RunnerBuilder;
-    use crate::schedulers::{Plateau, Rule, Shape, Threshold};
+    use crate::schedulers::{Param, Plateau, Rule, Shape, Threshold};
     use crate::testing::{Metrics, blank, builder, sgd};
 
     /// Halves the learning rate after each validation without improvement.
@@ -362,30 +223,6 @@ mod tests {
                 assert_eq!(run.build().unwrap().train().unwrap(), []);
             }
         }
-    }
-
-    #[test]
-    fn schedule_may_end_at_zero_momentum() {
-        let sgd = |momentum| {
-            let hyper = SgdHyper { lr: 0.1, momentum, ..SgdHyper::default() };
-            Sgd::with_one_group(hyper, 1).unwrap()
-        };
-        let step = |sgd: &mut Sgd, weight: &mut [f32], grad: &[f32]| {
-            let mut params = [ParamMut::new(weight, Some(Slice::F32(grad)))];
-            assert_eq!(sgd.step(&mut params, &StepCtl::PLAIN).unwrap(), Applied::Applied);
-        };
-        let (mut with, mut without) = (sgd(0.9), sgd(0.0));
-        let mut weight = [1.0, -2.0, 0.5];
-        step(&mut with, &mut weight, &[3.0, 1e-3, -7.0]);
-        write_values(&mut with, Param::Momentum, 0..1, &[0.0]).unwrap();
-        let mut expected = weight;
-        for grad in [[0.5, -0.25, 1e-9], [0.0, 4.0, -0.5]] {
-            step(&mut with, &mut weight, &grad);
-            step(&mut without, &mut expected, &grad);
-            assert_eq!(weight, expected);
-        }
-        // Without a buffer, none can be added.
-        write_values(&mut without, Param::Momentum, 0..1, &[0.5]).unwrap_err();
     }
 
     /// Runs two ranks with these changes, and returns their results.

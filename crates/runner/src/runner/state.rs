@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use collective::ProcessGroup;
 use collective::object::{all_gather_object, broadcast_object};
 use serde_json::Value;
+use train_step::differences;
 
 use super::eval_weights::EvalWeightsHook;
 use super::loading::Loaded;
@@ -15,7 +16,6 @@ use crate::checkpoint::{
 };
 use crate::data::Layout;
 use crate::engine::TensorSpec;
-use crate::schedulers::differences;
 use crate::{Error, Result};
 
 impl Runner {

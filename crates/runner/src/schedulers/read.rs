@@ -2,9 +2,9 @@
 //! `param_scheduler = { type = "CosineAnnealingLR", T_max = 10 }`, or several in
 //! `[[param_scheduler]]`.
 
-use super::{
-    Anneal, Floor, NOT_BY_EPOCHS, OneCycle, Param, Plateau, Rule, SchedulerConfig, Shape, Threshold,
-};
+use train_step::NOT_BY_EPOCHS;
+
+use super::{Anneal, Floor, OneCycle, Param, Plateau, Rule, SchedulerConfig, Shape, Threshold};
 use crate::Result;
 use crate::config::{Section, unknown};
 use crate::evaluate::check_metric;

@@ -1,4 +1,5 @@
-//! `paramwise_cfg`: factors of learning rate and weight decay for some parameters.
+//! Parameter groups: factors of learning rate and weight decay for some parameters, as MMEngine's
+//! `paramwise_cfg`.
 //!
 //! Follows: mmengine 0.10.7, `optim/optimizer/default_constructor.py`. There rules depend on the
 //! class of a layer. An engine lists parameters, not layers, so here the kind of a layer is derived
@@ -15,7 +16,7 @@ use std::borrow::Cow;
 
 use fused_optim::ParamGroup;
 
-use crate::engine::TensorSpec;
+use crate::TensorSpec;
 
 /// Factors of the optimizer's hyper-parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,6 +54,19 @@ pub struct Paramwise {
 }
 
 impl Paramwise {
+    /// No weight decay for norm layers, biases, and other parameters of one dimension, as most
+    /// recipes for transformers have it.
+    #[must_use]
+    pub fn no_decay_for_norms_and_biases() -> Self {
+        let none = Some(0.0);
+        Self {
+            bias_decay_mult: none,
+            norm_decay_mult: none,
+            flat_decay_mult: none,
+            ..Self::default()
+        }
+    }
+
     /// Returns the groups of `params`, by index; at least one.
     #[must_use]
     pub fn groups(&self, params: &[TensorSpec]) -> Vec<ParamGroup<Multipliers>> {
@@ -71,7 +85,8 @@ impl Paramwise {
     }
 
     /// Returns a warning that names the custom keys that no name contains, and the names.
-    pub(crate) fn unmatched(&self, params: &[TensorSpec]) -> Option<String> {
+    #[must_use]
+    pub fn unmatched(&self, params: &[TensorSpec]) -> Option<String> {
         let in_no_name = |key: &&str| !params.iter().any(|p| dotted(&p.name).contains(*key));
         let keys = self.custom_keys.iter().map(|(key, _)| key.as_str());
         let keys: Vec<_> = keys.filter(in_no_name).map(|key| format!("`{key}`")).collect();
@@ -163,7 +178,7 @@ mod tests {
     /// Compares every group that MMEngine created for a network with layers of every kind.
     #[test]
     fn groups_match_mmengine() {
-        let text = include_str!("../../tests/vectors/paramwise.json");
+        let text = include_str!("../tests/vectors/paramwise.json");
         let recorded: Value = serde_json::from_str(text).unwrap();
         let spec = |param: &Value| TensorSpec {
             name: param[0].as_str().unwrap().to_owned(),

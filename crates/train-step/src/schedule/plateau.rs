@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::evaluate::find_metric;
 use crate::{Error, Result};
 
 /// Multiplies the value by `factor` if a metric of the validation has not improved for more than
@@ -40,11 +39,11 @@ pub enum Rule {
 
 impl Rule {
     /// MMEngine's names.
-    pub(crate) const NAMES: [(&'static str, Self); 2] =
-        [("less", Self::Less), ("greater", Self::Greater)];
+    pub const NAMES: [(&'static str, Self); 2] = [("less", Self::Less), ("greater", Self::Greater)];
 
     /// Returns whether `a` is better than `b`.
-    pub(crate) fn is_better(self, a: f64, b: f64) -> bool {
+    #[must_use]
+    pub fn is_better(self, a: f64, b: f64) -> bool {
         match self {
             Self::Less => a < b,
             Self::Greater => a > b,
@@ -52,7 +51,8 @@ impl Rule {
     }
 
     /// Returns `value` made worse by `margin`.
-    pub(crate) fn worsen(self, value: f64, margin: f64) -> f64 {
+    #[must_use]
+    pub fn worsen(self, value: f64, margin: f64) -> f64 {
         match self {
             Self::Less => value + margin,
             Self::Greater => value - margin,
@@ -85,7 +85,7 @@ impl Progress {
         metrics: &[(String, f64)],
     ) -> Result<()> {
         let metric = find_metric(metrics, &plateau.monitor)
-            .map_err(|why| Error::Config(format!("`monitor` of the scheduler: {why}")))?;
+            .map_err(|why| Error::Schedule(format!("`monitor` of the scheduler: {why}")))?;
         // After a NaN no value would compare as better.
         if metric.is_finite() && self.best.is_none_or(|best| plateau.is_better(metric, best)) {
             (self.best, self.bad_steps) = (Some(metric), 0);
@@ -107,6 +107,19 @@ impl Progress {
         }
         Ok(())
     }
+}
+
+/// Returns the metric of this name; the error text names the known ones.
+///
+/// # Errors
+///
+/// If there is none.
+pub fn find_metric(metrics: &[(String, f64)], name: &str) -> Result<f64, String> {
+    let found = metrics.iter().find(|(known, _)| known == name);
+    found.map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<_> = metrics.iter().map(|(name, _)| name.as_str()).collect();
+        format!("no metric `{name}`; known: {}", names.join(", "))
+    })
 }
 
 impl Plateau {

@@ -129,8 +129,12 @@ impl Shape {
         }
     }
 
-    /// Returns an error for invalid numbers.
-    pub(super) fn validate(&self) -> Result<()> {
+    /// Checks the numbers.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Schedule`] for a number out of range, with its key in MMEngine's configurations.
+    pub fn validate(&self) -> Result<()> {
         let (part, some) = (0.0..=1.0, |count: u64| count > 0);
         let (valid, what) = match self {
             Self::Constant { factor } => {
@@ -172,7 +176,7 @@ impl Shape {
             }
             _ => (true, ""),
         };
-        if valid { Ok(()) } else { Err(Error::Config(what.into())) }
+        if valid { Ok(()) } else { Err(Error::Schedule(what.into())) }
     }
 
     /// Returns whether [`next`](Self::next) ignores the number of steps.

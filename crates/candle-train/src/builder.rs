@@ -1,5 +1,5 @@
-//! [`TrainerBuilder`]: builds a [`Trainer`] from options, the process group, and an optimizer on the
-//! variables' device.
+//! [`TrainerBuilder`]: builds a [`Trainer`] from options, the process group, and an optimizer on
+//! the variables' device.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -43,8 +43,8 @@ pub struct TrainerBuilder {
 }
 
 impl Trainer {
-    /// Options for training the variables that are in the map when [`build`](TrainerBuilder::build) is
-    /// called.
+    /// Options for training the variables that are in the map when [`build`](TrainerBuilder::build)
+    /// is called.
     pub fn builder(vars: &VarMap) -> TrainerBuilder {
         TrainerBuilder {
             vars: vars.clone(),
@@ -119,8 +119,8 @@ impl TrainerBuilder {
 
     /// Does not train variables with these names, in which `*` matches any text: they have neither
     /// averages nor optimizer state. A variable with several names is not trained if one of them
-    /// fits. Adapters of [`lora`](candle_ops::nn::lora()) are trained
-    /// anyway, so `["*"]` trains only the adapters; layers with an adapter are always frozen.
+    /// fits. Adapters of [`lora`](candle_ops::nn::lora()) are trained anyway, so `["*"]` trains
+    /// only the adapters; layers with an adapter are always frozen.
     pub fn frozen<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
         self.frozen.extend(patterns.into_iter().map(Into::into));
         self

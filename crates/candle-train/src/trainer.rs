@@ -567,8 +567,8 @@ impl Trainer {
         self.optimizer.optimizer().lr(0).unwrap_or(f64::NAN)
     }
 
-    /// The optimizer, to read or set hyper-parameters. A [`schedule`](crate::TrainerBuilder::schedule)
-    /// sets learning rates again before each step.
+    /// The optimizer, to read or set hyper-parameters. A
+    /// [`schedule`](crate::TrainerBuilder::schedule) sets learning rates again before each step.
     pub fn optimizer(&mut self) -> &mut VarOptimizer<Box<dyn Optimizer>> {
         &mut self.optimizer
     }

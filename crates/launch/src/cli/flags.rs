@@ -1,6 +1,6 @@
 //! The command line of `launch`: torchrun's flags in both spellings, with its `PET_*` variables as
-//! defaults. Contradicting flags are an error that names them; torchrun flags that are not supported
-//! are in `refused`. The README has a table of all flags.
+//! defaults. Contradicting flags are an error that names them; torchrun flags that are not
+//! supported are in `refused`. The README has a table of all flags.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};

@@ -1,8 +1,8 @@
 //! `TrainStream`: batches of a run over a stream, and the position saved in checkpoints.
 //!
 //! A run counts the batches of a stream as those of an
-//! [infinite](train_data::DataLoaderBuilder::infinite) loader over a data set whose end no run reaches.
-//! The samples depend only on the stream's position, one for each rank.
+//! [infinite](train_data::DataLoaderBuilder::infinite) loader over a data set whose end no run
+//! reaches. The samples depend only on the stream's position, one for each rank.
 
 use std::path::Path;
 

@@ -400,8 +400,7 @@ fn a_loader_transforms_batches_of_its_own_collate_function() {
     };
     let mixed = batches(builder.clone());
     assert_eq!(mixed[0].get("labels").unwrap().shape(), [4, 6]);
-    let own = builder.collate(|samples| Ok(PadCollate::new(0.0).collate(samples)?));
-    assert_eq!(batches(own), mixed);
+    assert_eq!(batches(builder.collate(|all| Ok(PadCollate::new(0.0).collate(all)?))), mixed);
 }
 
 #[test]

@@ -29,7 +29,7 @@ fn main() {
     // The first epoch brings files into memory and starts the workers.
     for epoch in 0..2 {
         let start = Instant::now();
-        let seen: usize = loader.batches(epoch, 0).map(|batch| batch.unwrap().len()).sum();
+        let seen: usize = loader.batches(epoch).map(|batch| batch.unwrap().len()).sum();
         assert_eq!(seen, len);
         seconds = start.elapsed().as_secs_f64();
     }

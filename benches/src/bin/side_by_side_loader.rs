@@ -96,7 +96,7 @@ fn hide(spins: bool, workers: usize, iterations: usize) {
     let mut rounds = [const { Vec::new() }; 4];
     for _ in 0..5 {
         let batches = |count: usize, workers| {
-            loader(Slow { len: BATCH * count, spins }, workers).batches(0, 0).map(Result::unwrap)
+            loader(Slow { len: BATCH * count, spins }, workers).batches(0).map(Result::unwrap)
         };
         let steps = || (0..iterations).for_each(|_| take(BATCH as u64, spins));
         let mean = |work: &mut dyn FnMut()| {
@@ -136,7 +136,7 @@ fn memory(workers: usize) {
     let loader = loader(Large(64 * BATCH), workers);
     let before = proportional_kib();
     let mut most = before;
-    for batch in loader.batches(0, 0) {
+    for batch in loader.batches(0) {
         let batch = batch.unwrap();
         thread::sleep(Duration::from_millis(5));
         most = most.max(proportional_kib());

@@ -98,14 +98,14 @@ pub(crate) fn train(folder: &Path, run: &Path, epochs: usize) -> Result<f64> {
     let mut accuracy = 0.0;
     for epoch in train.resume(run)?..epochs {
         let mut last = 0.0;
-        for batch in train.batches_of(&images, epoch, 0)? {
+        for batch in train.batches_of(&images, epoch)? {
             let (images, labels) = tensors(&batch?)?;
             let loss = train.step(|| cross_entropy(&net.forward(&images)?, &labels))?;
             last = train.mean(&loss)?;
         }
         train.save(run, epoch + 1)?;
         let (mut right, mut seen) = (0.0, 0.0);
-        for batch in unseen.batches(0, 0) {
+        for batch in unseen.batches(0) {
             let (images, labels) = tensors(&batch?)?;
             let found = train.evaluate(|| net.forward(&images))?.argmax(D::Minus1)?;
             let found = found.to_dtype(DType::I64)?.eq(&labels)?.to_dtype(DType::F64)?;

@@ -60,8 +60,8 @@ impl Trainer {
         }
     }
 
-    /// The batches of an epoch of a loader, from batch `first` on; worker threads may load them in
-    /// advance. The last batch ends in a step.
+    /// The batches of an epoch of a loader, or, after its [`resume`](DataLoader::resume), the rest
+    /// of them; worker threads may load them in advance. The last batch ends in a step.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module};
@@ -93,42 +93,38 @@ impl Trainer {
     /// # let net = candle_nn::linear(2, 2, VarBuilder::from_varmap(&vars, DType::F32, &device))?;
     /// let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
     /// let loader = DataLoader::builder(Arc::new(Points), train.sampler(100)).batch_size(16);
-    /// let loader = loader.workers(Workers::new(2)).build()?;
+    /// let mut loader = loader.workers(Workers::new(2)).build()?;
     ///
     /// // Begins, or resumes within an epoch after the last save.
-    /// let (epoch, place) = train.resume_with(&path)?;
-    /// // The index of a batch means the same samples as long as the layout is the same: the number
-    /// // of samples and ranks, the batch size, the seed and so on.
-    /// let (mut next, layout) = place.unwrap_or((0, loader.layout()));
-    /// assert_eq!(layout, loader.layout(), "a batch of the saved run has other samples");
-    /// for epoch in epoch..3 {
-    ///     for batch in train.batches_of(&loader, epoch, next)? {
+    /// if let (_, Some(position)) = train.resume_with(&path)? {
+    ///     loader.resume(position)?;
+    /// }
+    /// for epoch in loader.position().epoch()..3 {
+    ///     for batch in train.batches_of(&loader, epoch)? {
     ///         let batch = batch?;
     ///         let (x, y) = (tensor(batch.get("x")?, &device)?, tensor(batch.get("y")?, &device)?);
     ///         train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
-    ///         next += 1;
-    ///         if next % 5 == 0 {
-    ///             train.save_with(&path, epoch, &(next, loader.layout()))?;
+    ///         if train.steps() % 5 == 0 {
+    ///             train.save_with(&path, epoch, &loader.position())?;
     ///         }
     ///     }
-    ///     next = 0;
     /// }
     /// # assert_eq!(train.steps(), 21);
-    /// # assert_eq!(train.resume_with(&path)?, (2, Some((5, loader.layout()))));
+    /// # let (epoch, position) = train.resume_with(&path)?;
+    /// # loader.resume(position.unwrap())?;
+    /// # assert_eq!((epoch, loader.batch_range(2)), (2, 6..7));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     ///
     /// # Errors
     ///
     /// A loader for another rank or number of ranks, or without rounding up: its sampler must be
-    /// that of [`sampler`](Self::sampler); a `first` beyond the epoch, whose number of batches
-    /// itself means that the epoch is complete; batches since the last step.
+    /// that of [`sampler`](Self::sampler); batches since the last step.
     #[doc(alias = "DataLoader")]
     pub fn batches_of(
         &mut self,
         loader: &DataLoader,
         epoch: usize,
-        first: usize,
     ) -> Result<impl Iterator<Item = train_data::Result<Batch>> + use<>> {
         let has = loader.sampler();
         if (has.rank, has.world_size, has.round_up) != (self.rank(), self.world_size(), true) {
@@ -140,16 +136,10 @@ impl Trainer {
                 self.world_size()
             )));
         }
-        let len = loader.batches_per_epoch();
-        if first > len {
-            return Err(Error::InvalidArgument(format!(
-                "batch {first} is beyond the epoch, which has {len} batches: was it counted with another dataset, batch \
-                 size or number of ranks, or not set back to 0 after an epoch?"
-            )));
-        }
         self.check_pending()?;
-        self.begin_epoch(len, first);
-        Ok(loader.batches(epoch, first))
+        let batches = loader.batch_range(epoch);
+        self.begin_epoch(batches.end, batches.start);
+        Ok(loader.batches(epoch))
     }
 
     /// This rank's samples of an evaluation, in batches: each of `samples` is on one of the ranks

@@ -75,8 +75,8 @@ pub enum Error {
         /// The reader's or the function's own error.
         source: BoxError,
     },
-    /// A stream cannot resume at a position.
-    #[error("the stream cannot go on at this position: {0}")]
+    /// A loader cannot resume at a position.
+    #[error("the loader cannot resume at this position: {0}")]
     Position(String),
     /// A worker panicked, or took too long.
     #[error("{data}: {source}")]

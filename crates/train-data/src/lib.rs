@@ -29,7 +29,7 @@ pub use dataset::{Dataset, Draw, SampleRng};
 pub use error::{BoxError, Error, Result};
 #[cfg(feature = "image")]
 pub use image_folder::ImageFolder;
-pub use loader::{Collate, DataLoader, DataLoaderBuilder, IterScale, Layout};
+pub use loader::{Collate, DataLoader, DataLoaderBuilder, DataPosition, IterScale, Layout};
 pub use sampler::DefaultSampler;
 pub use stream::{Stream, StreamLoader, StreamOptions, StreamPosition};
 pub use workers::{OrderedMap, WorkerError, Workers};

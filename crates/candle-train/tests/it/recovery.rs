@@ -312,9 +312,11 @@ fn an_epoch_that_begins_within_a_step_begins_with_a_step_of_full_strength() {
     let (vars, all) = model(&["w"]);
     let mut train = sgd(Trainer::builder(&vars).group(alone()).accumulate(4));
     let builder = DataLoader::builder(std::sync::Arc::new(Empty), train.sampler(8));
-    let loader = builder.build().unwrap();
+    let mut loader = builder.build().unwrap();
     // As after a save at batch 6 of a run with other numbers of batches per step.
-    drop(train.batches_of(&loader, 0, 6).unwrap());
+    loader.batches_from(0, 5).take(1).for_each(drop);
+    loader.resume(loader.position()).unwrap();
+    assert_eq!(train.batches_of(&loader, 0).unwrap().count(), 2);
     for _ in 6..8 {
         train.step(|| loss(&all[0], 1.0)).unwrap();
     }

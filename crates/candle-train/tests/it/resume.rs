@@ -2,15 +2,15 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use candle_core::{Device, Module};
 use candle_nn::VarMap;
 use candle_ops::cross_entropy;
 use candle_train::train_data::{
-    Array, ArrayData, BoxError, DataLoader, Dataset, DefaultSampler, Sample, SampleRng, Stream,
-    StreamLoader, StreamOptions, Workers,
+    Array, ArrayData, Batch, BoxError, DataLoader, Dataset, DefaultSampler, Sample, SampleRng,
+    Stream, StreamLoader, StreamOptions, Workers,
 };
 use candle_train::{AdamWHyper, Trainer, tensor};
 use collective::ProcessGroup;
@@ -189,39 +189,38 @@ fn a_stream_goes_on_after_the_batch_that_the_saved_model_was_trained_on() {
 }
 
 #[test]
-fn a_first_batch_beyond_the_epoch_is_refused() {
+fn a_loader_resumes_after_the_last_batch_of_an_epoch() {
     let (vars, net) = model(1);
     let group = ProcessGroup::threads(1, Duration::from_secs(10)).unwrap().remove(0);
     let builder = Trainer::builder(&vars).group(group);
     let mut train = builder.build(AdamWHyper::default()).unwrap();
     let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES));
-    let loader = builder.batch_size(5).build().unwrap();
+    let mut loader = builder.batch_size(5).build().unwrap();
     let len = loader.batches_per_epoch();
-    for first in [len + 1, usize::MAX] {
-        let error = train.batches_of(&loader, 0, first).err().unwrap().to_string();
-        let expected = format!("batch {first} is beyond the epoch, which has {len} batches");
-        assert!(error.contains(&expected), "{error}");
-    }
-    // A place saved after the last batch: the epoch is complete.
-    assert_eq!(train.batches_of(&loader, 0, len).unwrap().count(), 0);
-    assert_eq!(train.batches_of(&loader, 1, len - 1).unwrap().count(), 1);
+    assert_eq!(train.batches_of(&loader, 0).unwrap().count(), len);
+    loader.resume(loader.position()).unwrap();
+    assert_eq!(train.batches_of(&loader, 0).unwrap().count(), 0);
+    assert_eq!(train.batches_of(&loader, 1).unwrap().take(len - 1).count(), len - 1);
+    loader.resume(loader.position()).unwrap();
+    assert_eq!(train.batches_of(&loader, 1).unwrap().count(), 1);
     let (x, y) = batch(&[0, 1, 2, 3]);
     train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
     assert_eq!(train.steps(), 1);
 }
 
 #[test]
-fn a_layout_of_another_seed_differs() {
-    let layout = |seed| {
+fn a_position_of_another_seed_is_refused() {
+    let loader = |seed| {
         let (vars, _net) = model(1);
         let group = ProcessGroup::threads(1, Duration::from_secs(10)).unwrap().remove(0);
         let builder = Trainer::builder(&vars).group(group).seed(seed);
         let train = builder.build(AdamWHyper::default()).unwrap();
         let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES));
-        builder.batch_size(5).build().unwrap().layout()
+        builder.batch_size(5).build().unwrap()
     };
-    assert_ne!(layout(1), layout(2));
-    assert_eq!(layout(2), layout(2));
+    let error = loader(1).resume(loader(2).position()).unwrap_err().to_string();
+    assert!(error.contains("it has seed 2 instead of 1"), "{error}");
+    loader(2).resume(loader(2).position()).unwrap();
 }
 
 /// Rows with their number, and a random number of each sample.
@@ -238,8 +237,8 @@ impl Dataset for Rows {
     }
 }
 
-/// Trains on at most `most` more batches, and saves after every step; returns the losses, and
-/// whether all batches are trained.
+/// Trains on at most `most` more batches, and saves after every step; then the program is as if
+/// killed. Returns the losses, and whether all batches are trained.
 fn run_loader(
     (train, net): (&mut Trainer, &Net),
     workers: usize,
@@ -247,11 +246,13 @@ fn run_loader(
     mut most: usize,
 ) -> (Vec<f32>, bool) {
     let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES)).batch_size(5);
-    let loader = builder.workers(Workers::new(workers).persistent()).build().unwrap();
-    let (start, next) = train.resume_with(path).unwrap();
-    let (mut losses, mut next) = (Vec::new(), next.unwrap_or(0));
-    for epoch in start..3 {
-        for loaded in train.batches_of(&loader, epoch, next).unwrap() {
+    let mut loader = builder.workers(Workers::new(workers).persistent()).build().unwrap();
+    if let (_, Some(position)) = train.resume_with(path).unwrap() {
+        loader.resume(position).unwrap();
+    }
+    let mut losses = Vec::new();
+    for epoch in loader.position().epoch()..3 {
+        for loaded in train.batches_of(&loader, epoch).unwrap() {
             if most == 0 {
                 return (losses, false);
             }
@@ -266,12 +267,11 @@ fn run_loader(
             let before = train.steps();
             let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
             losses.push(loss.to_scalar::<f32>().unwrap());
-            (next, most) = (next + 1, most - 1);
+            most -= 1;
             if train.steps() > before {
-                train.save_with(path, epoch, &next).unwrap();
+                train.save_with(path, epoch, &loader.position()).unwrap();
             }
         }
-        next = 0;
     }
     (losses, true)
 }
@@ -320,8 +320,57 @@ fn a_loader_goes_on_within_an_epoch_with_any_number_of_workers() {
         ] {
             let builder = DataLoader::builder(Arc::new(Rows), other);
             let loader = builder.batch_size(5).build().unwrap();
-            let error = train.batches_of(&loader, 0, 0).err().unwrap().to_string();
+            let error = train.batches_of(&loader, 0).err().unwrap().to_string();
             assert!(error.contains(says), "{error}");
         }
     });
+}
+
+#[test]
+fn an_epoch_resumes_on_another_number_of_ranks() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    let loader = |train: &Trainer| {
+        let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES)).batch_size(4);
+        builder.build().unwrap()
+    };
+    let rows = |loaded: &Batch| match loaded.get("row").unwrap().data() {
+        ArrayData::I64(rows) => rows.iter().map(|row| *row as u32).collect::<Vec<_>>(),
+        _ => panic!("{loaded:?}"),
+    };
+    let seen = Mutex::new(Vec::new());
+    let train_on = |(train, net): (&mut Trainer, &Net), loaded: &Batch| {
+        let (x, y) = batch(&rows(loaded));
+        train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+        seen.lock().unwrap().extend(rows(loaded));
+    };
+    ranks(2, |group| {
+        let (vars, net) = model(1);
+        let mut train = trainer(&vars, &group);
+        let loader = loader(&train);
+        for loaded in train.batches_of(&loader, 0).unwrap().take(5) {
+            train_on((&mut train, &net), &loaded.unwrap());
+        }
+        train.save_with(&path, 0, &loader.position()).unwrap();
+    });
+    assert_eq!(seen.lock().unwrap().len(), 40);
+    ranks(3, |group| {
+        let (vars, net) = model(9);
+        let (mut train, before) = (trainer(&vars, &group), weights(&vars));
+        let mut loader = loader(&train);
+        let (_, positions) = train.resume_with_all(&path).unwrap();
+        assert_ne!(weights(&vars), before);
+        loader.resume(positions.unwrap()[1]).unwrap();
+        // 56 samples are left to three ranks: five batches each, the first of them of a whole step.
+        for loaded in train.batches_of(&loader, loader.position().epoch()).unwrap() {
+            train_on((&mut train, &net), &loaded.unwrap());
+        }
+        assert_eq!(train.steps(), 10);
+    });
+    let mut seen = seen.into_inner().unwrap();
+    seen.sort_unstable();
+    // One of them pads the last round of the three ranks.
+    assert_eq!(seen.len(), SAMPLES + 1);
+    seen.dedup();
+    assert!(seen.into_iter().eq(0..SAMPLES as u32));
 }

@@ -196,7 +196,9 @@ impl Batches {
                 stream.restart();
                 Self::Stream
             }
-            None => Self::Set(Box::new(part.loader.batches(0, 0)), part.loader.common_batches()),
+            None => {
+                Self::Set(Box::new(part.loader.batches_from(0, 0)), part.loader.common_batches())
+            }
         }
     }
 

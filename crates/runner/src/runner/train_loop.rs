@@ -88,7 +88,7 @@ fn epochs(runner: &mut Runner, metrics: &mut Metrics) -> Result<Option<Interrupt
 fn epoch(runner: &mut Runner) -> Result<Option<Interrupt>> {
     runner.call_hooks(|hook, runner| hook.before_train_epoch(runner))?;
     let start = runner.position().clone();
-    let mut batches = runner.train_loader()?.batches(start.epoch, start.batch);
+    let mut batches = runner.train_loader()?.batches_from(start.epoch, start.batch);
     while let Some(batch) = data_span().in_scope(|| batches.next()) {
         if let Some(interrupt) = runner.interrupt()? {
             return Ok(Some(interrupt));

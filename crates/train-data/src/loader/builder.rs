@@ -11,7 +11,7 @@ use crate::{Batch, BoxError, Dataset, DefaultSampler, Error, Result, Sample, Wor
 pub struct DataLoaderBuilder(pub(super) DataLoader);
 
 /// Maximum number of samples in an iteration, so that products of sizes and counts do not overflow.
-const MOST_SAMPLES: usize = 1 << 31;
+pub(super) const MOST_SAMPLES: usize = 1 << 31;
 
 impl DataLoaderBuilder {
     /// Samples per batch and rank; 1 by default.
@@ -26,8 +26,8 @@ impl DataLoaderBuilder {
         self
     }
 
-    /// Uses MMEngine's `InfiniteSampler`: [`endless`](DataLoader::endless) batches are taken from
-    /// consecutive permutations, so that all have the same size.
+    /// Uses MMEngine's `InfiniteSampler`: batches are taken from consecutive permutations, so that
+    /// all have the same size, and epochs have no end.
     pub fn infinite(mut self) -> Self {
         self.0.infinite = true;
         self

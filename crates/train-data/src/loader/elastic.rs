@@ -3,6 +3,8 @@
 //! Samples that were already taken are skipped: `place` is their number in the order of all passes
 //! over the data set. [`IterScale`] is the ratio of iterations of different layouts.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use super::{DataLoader, Layout};
@@ -24,7 +26,8 @@ impl DataLoader {
         let Layout { samples, world_size, batch_size, drop_last, shuffle, infinite, .. } = layout;
         let Layout { seed, round_up, .. } = layout;
         let sampler = DefaultSampler { len: samples, shuffle, seed, rank: 0, world_size, round_up };
-        Self { sampler, batch_size, drop_last, infinite, place, ..self.clone() }
+        let progress = Arc::default();
+        Self { sampler, batch_size, drop_last, infinite, place, progress, ..self.clone() }
     }
 
     /// Index of the first remaining batch of `epoch`, chosen so that the epoch ends at its usual
@@ -170,12 +173,12 @@ mod tests {
                     start = loader.first_batch(epoch);
                 }
                 let part = parts.get(at).map_or(usize::MAX, |part| *part);
-                seen.extend(of_all(&loader, world, |l| l.batches(epoch, start).take(part)));
-                let batches = loader.batches(epoch, start).count().min(part);
+                seen.extend(of_all(&loader, world, |l| l.batches_from(epoch, start).take(part)));
+                let batches = loader.batches_from(epoch, start).count().min(part);
                 place = loader.place_in(epoch, start + batches);
                 // A run resumed with the same number of ranks is at that batch, too.
-                prop_assert_eq!(loader.batches(epoch, start + batches).count(),
-                    loader.batches(epoch, start).count() - batches);
+                prop_assert_eq!(loader.batches_from(epoch, start + batches).count(),
+                    loader.batches_from(epoch, start).count() - batches);
             }
             prop_assert_eq!(place, (epoch + 1) * len);
             let mut counts = vec![0; len];
@@ -201,7 +204,7 @@ mod tests {
                 place = loader.place_after(part);
             }
             let whole = loader(len, 1, 0, 1);
-            let order = (0..=place / len).flat_map(|pass| whole.batches(pass, 0)).flat_map(values);
+            let order = (0..=place / len).flat_map(|pass| whole.batches(pass)).flat_map(values);
             let mut expected = vec![0i64; len];
             order.take(place).for_each(|i| expected[i as usize] += 1);
             seen.iter().for_each(|i| expected[*i as usize] -= 1);

@@ -1,20 +1,22 @@
 //! `DataLoader`: batches of a data set, in a sampler's order.
 //!
-//! [`builder`] has the options, [`elastic`] the arithmetic of other numbers of ranks and batch
-//! sizes, [`position`] the properties that determine the batches.
+//! [`builder`] has the options, [`position`] the place that a loader resumes at, [`elastic`] the
+//! arithmetic of other numbers of ranks and batch sizes.
 
 mod builder;
 mod elastic;
 mod position;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 pub use self::builder::DataLoaderBuilder;
 pub use self::elastic::IterScale;
-pub use self::position::Layout;
+use self::position::Progress;
+pub use self::position::{DataPosition, Layout};
 use crate::dataset::collate;
 use crate::workers::{Workers, catch};
 use crate::{Batch, BoxError, Dataset, DefaultSampler, Draw, Error, Result, Sample};
@@ -37,6 +39,8 @@ pub struct DataLoader {
     infinite: bool,
     /// Number of samples, over all passes, that were taken in an earlier layout.
     place: usize,
+    /// Shared with the iterators, which move it.
+    progress: Arc<Mutex<Progress>>,
 }
 
 impl std::fmt::Debug for DataLoader {
@@ -63,6 +67,7 @@ impl DataLoader {
             drop_last: false,
             infinite: false,
             place: 0,
+            progress: Arc::default(),
         })
     }
 
@@ -101,11 +106,13 @@ impl DataLoader {
         indices.iter().map(|&index| Draw { index, seed: self.sampler.seed, pass }).collect()
     }
 
-    /// Loads a batch for each item, in order.
-    fn load_all(
+    /// Loads a batch for each item, in order, and passes each to `returns`; a batch that times out
+    /// is not passed.
+    fn load_all<F: FnMut(&Result<Batch>)>(
         &self,
         draws: Box<dyn Iterator<Item = Vec<Draw>> + Send>,
-    ) -> impl Iterator<Item = Result<Batch>> + use<> {
+        mut returns: F,
+    ) -> impl Iterator<Item = Result<Batch>> + use<F> {
         // Samples of all batches not yet returned, in order, for the error of a batch that times
         // out.
         let asked = Arc::new(Mutex::new(VecDeque::new()));
@@ -116,6 +123,7 @@ impl DataLoader {
         loaded.map(move |batch| match batch {
             Ok(batch) => {
                 asked.lock().pop_front();
+                returns(&batch);
                 batch
             }
             Err(source) => Err(match asked.lock().front() {
@@ -172,26 +180,67 @@ impl DataLoader {
         self.batch_size
     }
 
-    /// Changes the seed of the sampler.
+    /// Changes the seed of the sampler, and restarts from the beginning.
     pub fn set_seed(&mut self, seed: u64) {
         self.sampler.seed = seed;
+        self.progress = Arc::default();
     }
 
-    /// Returns the batches of `epoch` from batch `start` on. Skipped batches are not loaded.
-    pub fn batches(
+    /// Returns the batches of `epoch`; after [`resume`](Self::resume), of the epoch of the position
+    /// only the rest, once. A loader that is [infinite](DataLoaderBuilder::infinite) returns
+    /// endless batches after its position.
+    ///
+    /// Each batch returned moves [`position`](Self::position).
+    pub fn batches(&self, epoch: usize) -> impl Iterator<Item = Result<Batch>> + use<> {
+        let range = self.batch_range(epoch);
+        let moves = self.moves(epoch, range.start);
+        let draws = match self.infinite {
+            true => self.endless_draws(range.start),
+            false => self.epoch_draws(epoch, range),
+        };
+        self.load_all(draws, moves)
+    }
+
+    /// Indices of the batches that [`batches`](Self::batches) returns in this epoch.
+    pub fn batch_range(&self, epoch: usize) -> Range<usize> {
+        let start = self.start_of(epoch);
+        if self.infinite { start..usize::MAX } else { self.range_from(epoch, start) }
+    }
+
+    fn range_from(&self, epoch: usize, start: usize) -> Range<usize> {
+        let first = self.first_batch(epoch);
+        start.max(first)..first + self.count(self.sampler.len - self.dealt(epoch))
+    }
+
+    /// Returns the batches of `epoch` from batch `start` on, as [`batches`](Self::batches). Skipped
+    /// batches are not loaded.
+    pub fn batches_from(
         &self,
         epoch: usize,
         start: usize,
     ) -> impl Iterator<Item = Result<Batch>> + use<> {
-        let start = start.saturating_sub(self.first_batch(epoch));
-        let left = self.count(self.sampler.len - self.dealt(epoch));
+        let range = self.range_from(epoch, start);
+        let moves = self.moves(epoch, range.start);
+        self.load_all(self.epoch_draws(epoch, range), moves)
+    }
+
+    fn epoch_draws(
+        &self,
+        epoch: usize,
+        range: Range<usize>,
+    ) -> Box<dyn Iterator<Item = Vec<Draw>> + Send> {
+        let first = self.first_batch(epoch);
         let mut order = Order { loader: self.clone(), pass: None };
-        self.load_all(Box::new((start..left).map(move |k| order.batch(epoch, k))))
+        Box::new(range.map(move |k| order.batch(epoch, k - first)))
     }
 
     /// Returns endless batches, pass after pass over the data set, from batch `start` on. The cost
-    /// does not depend on `start`.
+    /// does not depend on `start`. They do not move [`position`](Self::position).
     pub fn endless(&self, start: usize) -> impl Iterator<Item = Result<Batch>> + use<> {
+        self.load_all(self.endless_draws(start), |_: &_| ())
+    }
+
+    fn endless_draws(&self, start: usize) -> Box<dyn Iterator<Item = Vec<Draw>> + Send> {
         let loader = self.clone();
         // With an infinite sampler the global order, of which this rank takes every `world_size`th
         // sample.
@@ -201,13 +250,13 @@ impl DataLoader {
         // Without rounding up a rank may have no batch in any pass.
         let has_none = !self.infinite && self.batches_per_epoch() == 0;
         let end = if has_none { start } else { usize::MAX };
-        self.load_all(Box::new((start..end).map(move |k| {
+        Box::new((start..end).map(move |k| {
             if loader.infinite {
                 return loader.cut(&mut order, k);
             }
             let (pass, k) = loader.locate(k);
             order.batch(pass, k)
-        })))
+        }))
     }
 
     /// Returns batch `k` of this rank, from consecutive permutations.
@@ -314,9 +363,7 @@ mod tests {
                         DefaultSampler { shuffle: false, round_up, ..dealt(len, rank, world_size) };
                     let builder = DataLoader::builder(Arc::new(Counting(len)), sampler);
                     let got: Vec<i64> = match kind {
-                        "default" => {
-                            builder.build().unwrap().batches(0, 0).flat_map(values).collect()
-                        }
+                        "default" => builder.build().unwrap().batches(0).flat_map(values).collect(),
                         _ => {
                             let batches = builder.infinite().build().unwrap().endless(0);
                             batches.take(expected.len()).flat_map(values).collect()
@@ -373,15 +420,15 @@ mod tests {
         let far = 1_000_000_000_000;
         assert!(loader.endless(far).next().unwrap().is_ok());
         assert!(infinite(loader.clone()).endless(far).next().unwrap().is_ok());
-        assert!(loader.batches(far, loader.batches_per_epoch() - 1).next().unwrap().is_ok());
+        assert!(loader.batches_from(far, loader.batches_per_epoch() - 1).next().unwrap().is_ok());
         assert_eq!(asked.load(Ordering::Relaxed), 3);
     }
 
     /// Random samples, one of which returns an error and one panics.
-    struct Faulty {
-        len: usize,
+    pub(super) struct Faulty {
+        pub(super) len: usize,
         /// Index of the sample with an error, and of the one that panics.
-        bad: [usize; 2],
+        pub(super) bad: [usize; 2],
     }
 
     impl Dataset for Faulty {
@@ -414,7 +461,7 @@ mod tests {
             let sampler = DefaultSampler { shuffle: false, ..dealt(30, 0, 1) };
             let builder = DataLoader::builder(dataset, sampler).batch_size(5);
             let loader = builder.workers(Workers::new(count)).build().unwrap();
-            let batches: Vec<_> = loader.batches(0, 0).map(text).collect();
+            let batches: Vec<_> = loader.batches(0).map(text).collect();
             let errors: Vec<_> = batches.iter().map(|b| b.as_ref().err().cloned()).collect();
             let [broken, worse] = [&errors[2], &errors[4]].map(|error| error.clone().unwrap());
             assert_eq!(broken, "data set `faulty`, sample 12: it is broken");
@@ -445,7 +492,7 @@ mod tests {
         let timeout = std::time::Duration::from_millis(20);
         let builder = DataLoader::builder(dataset, sampler);
         let loader = builder.workers(Workers::new(1).timeout(timeout)).build().unwrap();
-        let mut batches = loader.batches(0, 0);
+        let mut batches = loader.batches(0);
         let error = batches.next().unwrap().unwrap_err().to_string();
         assert!(
             error
@@ -467,7 +514,7 @@ mod tests {
             }
         };
         let loader = builder.collate(odd).build().unwrap();
-        let batches: Vec<_> = loader.batches(0, 0).map(text).collect();
+        let batches: Vec<_> = loader.batches(0).map(text).collect();
         assert_eq!(batches[0].as_ref().unwrap().get("n").unwrap(), &Array::scalar(4_i64));
         let error = batches[2].as_ref().unwrap_err();
         assert!(
@@ -489,7 +536,7 @@ mod tests {
             loader.begin_at(place);
             let loader = if is_infinite { infinite(loader) } else { loader };
             let all = |loader: &DataLoader| {
-                let epoch = loader.batches(1, start).map(text);
+                let epoch = loader.batches_from(1, start).map(text);
                 epoch.chain(loader.endless(start).take(9).map(text)).collect::<Vec<_>>()
             };
             let expected = all(&loader);
@@ -509,7 +556,7 @@ mod tests {
         ) {
             let loader = loader(len, size, world - 1, world);
             let per_epoch = loader.batches_per_epoch();
-            let epochs = (0..=(start + 9) / per_epoch).flat_map(|e| loader.batches(e, 0));
+            let epochs = (0..=(start + 9) / per_epoch).flat_map(|e| loader.batches(e));
             let expected: Vec<_> = epochs.skip(start).take(9).map(values).collect();
             let got: Vec<_> = loader.endless(start).take(9).map(values).collect();
             prop_assert_eq!(got, expected);

@@ -196,7 +196,7 @@ mod tests {
             (&[3, 4, 3], options, "the names or sizes of the shards are not as before"),
         ] {
             let error = refused(lens, options).unwrap_err();
-            assert!(error.starts_with("the stream cannot go on at this position: "), "{error}");
+            assert!(error.starts_with("the loader cannot resume at this position: "), "{error}");
             assert!(error.contains(says), "{error}");
         }
         let mut behind = loader(&lens, options, 1, 0);

@@ -396,7 +396,7 @@ fn a_loader_transforms_batches_of_its_own_collate_function() {
         .with_batch_transform(MixUp { alpha: 1.0, num_classes: 6 });
     let builder = DataLoader::builder(Arc::new(images), DefaultSampler::new(6)).batch_size(4);
     let batches = |builder: DataLoaderBuilder| {
-        builder.build().unwrap().batches(0, 0).map(Result::unwrap).collect::<Vec<_>>()
+        builder.build().unwrap().batches(0).map(Result::unwrap).collect::<Vec<_>>()
     };
     let mixed = batches(builder.clone());
     assert_eq!(mixed[0].get("labels").unwrap().shape(), [4, 6]);

@@ -21,10 +21,12 @@ impl Dataset for Points {
 fn main() -> train_data::Result<()> {
     let sampler = DefaultSampler::new(1000); // shuffled, and divided among the ranks, if any
     let loader = DataLoader::builder(Arc::new(Points), sampler).batch_size(32).drop_last();
-    let loader = loader.workers(Workers::new(2)).build()?;
-    let whole: Vec<_> = loader.batches(3, 0).collect::<Result<_, _>>()?;
-    // The rest of epoch 3 after ten batches does not depend on the batches loaded before.
-    let rest: Vec<_> = loader.batches(3, 10).collect::<Result<_, _>>()?;
+    let mut loader = loader.workers(Workers::new(2)).build()?;
+    let whole: Vec<_> = loader.batches(3).collect::<Result<_, _>>()?;
+    // A loader resumes after ten batches of epoch 3, usually in another process.
+    loader.batches(3).take(10).for_each(drop);
+    loader.resume(loader.position())?;
+    let rest: Vec<_> = loader.batches(3).collect::<Result<_, _>>()?;
     assert_eq!(rest, whole[10..]);
     println!("{} batches of shape {:?}", whole.len(), rest[0].get("x")?.shape());
     Ok(())

@@ -19,7 +19,7 @@ root=$here/../..
 out=$here/out
 profile=${PROFILE:-release}
 # Without gloo, whose library a bare machine does not have.
-features=${FEATURES:-runner/candle-cuda,runner/nccl,candle-cuda/cuda}
+features=${FEATURES:-runner/cuda,candle-cuda/cuda}
 # shellcheck disable=SC2206
 packages=(${PACKAGES:--p gradstack-amp -p gradstack-fused-optim -p gpu-bench -p benches -p gradstack-launch
   --features gradstack-amp/cuda,gradstack-fused-optim/cuda,gpu-bench/cuda})

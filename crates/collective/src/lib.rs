@@ -118,13 +118,13 @@ pub(crate) use op::{BufferLocation, Fingerprint, OpDesc, Verb};
 pub(crate) use store::{PrefixStore, TcpStoreServer};
 
 /// NCCL's own configuration, see [`Transport::Nccl`].
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 pub mod nccl {
     pub use crate::backend::nccl::{Config, Libraries, connector};
 }
 
 /// HCCL's own configuration, see [`Transport::Hccl`].
-#[cfg(feature = "hccl")]
+#[cfg(feature = "npu")]
 pub mod hccl {
     pub use crate::backend::hccl::{Config, Libraries, connector};
 }

@@ -74,7 +74,7 @@ pub enum Transport {
     /// The process must ignore `SIGPIPE`, as Rust programs do.
     Gloo,
     /// NCCL for the memory of the CUDA device set with [`GroupOptions::with_cuda_device`];
-    /// [`Host`](Self::Host) for host memory. Needs the feature `nccl`, and at run time NVIDIA's
+    /// [`Host`](Self::Host) for host memory. Needs the feature `cuda`, and at run time NVIDIA's
     /// driver and NCCL 2.14 or later, the same on all ranks.
     ///
     /// [`ProcessGroup::device`] has the verbs. Each process has one more thread, and the store
@@ -84,7 +84,7 @@ pub enum Transport {
     /// [`Unsupported`](crate::Error::Unsupported). It moves `bool` and 8-bit floats as bytes.
     Nccl,
     /// HCCL for the memory of the Ascend NPU set with [`GroupOptions::with_npu_device`];
-    /// [`Host`](Self::Host) for host memory. Needs the feature `hccl`, and at run time CANN 8.1 or
+    /// [`Host`](Self::Host) for host memory. Needs the feature `npu`, and at run time CANN 8.1 or
     /// later with its driver, the same on all ranks.
     ///
     /// Prototypes match CANN's headers, and the order of calls is tested on a simulator that checks
@@ -109,6 +109,19 @@ pub enum Transport {
     /// * HCCL's own waits end after `HCCL_CONNECT_TIMEOUT` and `HCCL_EXEC_TIMEOUT`; the resulting
     ///   error names the variable and the missing ranks.
     Hccl,
+}
+
+impl Transport {
+    /// Returns whether this build has the transport: `Gloo` needs the feature `gloo`, `Nccl` the
+    /// feature `cuda`, and `Hccl` the feature `npu`.
+    pub const fn is_built_in(self) -> bool {
+        match self {
+            Self::Auto | Self::Host | Self::Tcp => true,
+            Self::Gloo => cfg!(feature = "gloo"),
+            Self::Nccl => cfg!(feature = "cuda"),
+            Self::Hccl => cfg!(feature = "npu"),
+        }
+    }
 }
 
 /// The order in which a reduction folds the ranks' numbers.

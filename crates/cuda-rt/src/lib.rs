@@ -4,8 +4,9 @@
 //! Building needs no CUDA. [`Gpu`] is a device and one of its streams, and implements [`Device`].
 //! [`Kernels`] compiles CUDA C++ with [`Nvrtc`], caches the machine code on disk, and launches it.
 //! [`DeviceSlice`] is the address, length and type of elements in device memory; it converts from
-//! cudarc's slices and, with the feature `candle`, from candle's tensors. A missing or outdated
-//! library is a [`CudaError`] that lists every path that was tried and what to install.
+//! cudarc's slices and, with the features `candle` and `cuda`, from candle's tensors; the latter
+//! builds candle for CUDA, which needs nvcc. A missing or outdated library is a [`CudaError`] that
+//! lists every path that was tried and what to install.
 //!
 //! Crates that use this one share the types, the loaded libraries and the cache of compiled
 //! kernels.

@@ -501,16 +501,16 @@ fn read_transport(dist: &mut Section) -> Result<Transport> {
         ("hccl", Transport::Hccl),
     ];
     let transport = dist.choice("backend", "auto", &names)?;
-    let (feature, built) = match transport {
-        Transport::Gloo => ("gloo", cfg!(feature = "gloo")),
-        Transport::Nccl => ("nccl", cfg!(feature = "nccl")),
-        Transport::Hccl => ("npu", cfg!(feature = "npu")),
+    let (backend, feature) = match transport {
+        Transport::Gloo => ("gloo", "gloo"),
+        Transport::Nccl => ("nccl", "cuda"),
+        Transport::Hccl => ("hccl", "npu"),
         _ => return Ok(transport),
     };
-    if !built {
+    // The program's own engine may need the feature of `collective` only.
+    if !transport.is_built_in() {
         dist.note(place.error(format!(
-            "backend `{}` needs `runner` built with the feature `{feature}`; `auto` and `host` do not",
-            if transport == Transport::Hccl { "hccl" } else { feature }
+            "backend `{backend}` needs `runner` built with the feature `{feature}`; `auto` and `host` do not"
         )))?;
     }
     Ok(transport)

@@ -60,7 +60,7 @@ impl DeviceBuf {
     /// # Safety
     ///
     /// As [`from_raw`](Self::from_raw).
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "cuda")]
     pub unsafe fn from_slice(slice: cuda_rt::DeviceSlice) -> Result<Self> {
         // SAFETY: the caller's promise.
         unsafe { Self::from_raw(slice.ptr, slice.len, slice.dtype.into()) }
@@ -407,10 +407,10 @@ impl DeviceWork {
 }
 
 /// Calls a function when it is dropped.
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 pub(crate) struct OnDrop<F: FnMut()>(pub(crate) F);
 
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 impl<F: FnMut()> Drop for OnDrop<F> {
     fn drop(&mut self) {
         (self.0)();

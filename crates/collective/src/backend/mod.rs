@@ -9,17 +9,17 @@
 #![expect(unsafe_code, reason = "declares the calls that take type-erased memory")]
 
 pub(crate) mod core;
-#[cfg(any(feature = "nccl", feature = "hccl"))]
+#[cfg(any(feature = "cuda", feature = "npu"))]
 pub(crate) mod device;
 pub(crate) mod device_memory;
 pub(crate) mod failure;
 pub(crate) mod frame;
 #[cfg(feature = "gloo")]
 pub(crate) mod gloo;
-#[cfg(feature = "hccl")]
+#[cfg(feature = "npu")]
 pub(crate) mod hccl;
 pub(crate) mod host;
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 pub(crate) mod nccl;
 mod peer_queue;
 pub(crate) mod rendezvous;
@@ -56,7 +56,7 @@ pub struct RawBufs {
 
 impl RawBufs {
     /// For operations that move no data.
-    #[cfg(any(feature = "nccl", feature = "hccl"))]
+    #[cfg(any(feature = "cuda", feature = "npu"))]
     pub(crate) const NONE: Self =
         Self { input: std::ptr::dangling(), output: std::ptr::dangling_mut() };
 }

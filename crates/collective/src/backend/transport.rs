@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 #[cfg(feature = "gloo")]
 use super::gloo;
-#[cfg(feature = "hccl")]
+#[cfg(feature = "npu")]
 use super::hccl;
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 use super::nccl;
 use super::rendezvous::{RankLocation, exchange_locations, find_inaccessible};
 use super::shared_config::SharedConfig;
@@ -30,21 +30,21 @@ pub(crate) fn join(
         #[cfg(feature = "gloo")]
         Transport::Gloo => Arc::new(gloo::join(&joining, reason)?),
         #[cfg(not(feature = "gloo"))]
-        Transport::Gloo => return Err(not_built("gloo")),
-        #[cfg(feature = "nccl")]
+        Transport::Gloo => return Err(not_built("gloo", "gloo")),
+        #[cfg(feature = "cuda")]
         Transport::Nccl => {
             let libraries = nccl::Libraries::global();
             Arc::new(nccl::join(store, &joining, reason, libraries, &nccl::Config::default())?)
         }
-        #[cfg(not(feature = "nccl"))]
-        Transport::Nccl => return Err(not_built("nccl")),
-        #[cfg(feature = "hccl")]
+        #[cfg(not(feature = "cuda"))]
+        Transport::Nccl => return Err(not_built("nccl", "cuda")),
+        #[cfg(feature = "npu")]
         Transport::Hccl => {
             let libraries = hccl::Libraries::global();
             Arc::new(hccl::join(store, &joining, reason, libraries, &hccl::Config::default())?)
         }
-        #[cfg(not(feature = "hccl"))]
-        Transport::Hccl => return Err(not_built("hccl")),
+        #[cfg(not(feature = "npu"))]
+        Transport::Hccl => return Err(not_built("hccl", "npu")),
     };
     joining.delete_own_keys();
     Ok(backend)
@@ -54,31 +54,31 @@ pub(crate) fn join(
 fn shared_config(world_size: usize, options: &GroupOptions) -> SharedConfig {
     let shared = SharedConfig::new(world_size, options);
     match options.transport {
-        #[cfg(feature = "nccl")]
+        #[cfg(feature = "cuda")]
         Transport::Nccl => nccl::Config::default().add_to(shared),
-        #[cfg(feature = "hccl")]
+        #[cfg(feature = "npu")]
         Transport::Hccl => hccl::Config::default().add_to(shared),
         _ => shared,
     }
 }
 
-#[cfg(not(all(feature = "gloo", feature = "nccl", feature = "hccl")))]
-fn not_built(backend: &'static str) -> crate::Error {
-    let what = format!("this build: it lacks the feature `{backend}` of `collective`");
+#[cfg(not(all(feature = "gloo", feature = "cuda", feature = "npu")))]
+fn not_built(backend: &'static str, feature: &str) -> crate::Error {
+    let what = format!("this build: it lacks the feature `{feature}` of `collective`");
     crate::Error::Unsupported { backend, what }
 }
 
 /// Returns the version of this process's library for a device's transport, or why it has none.
 fn library(transport: Transport) -> std::result::Result<i32, String> {
     match transport {
-        #[cfg(feature = "nccl")]
+        #[cfg(feature = "cuda")]
         Transport::Nccl => nccl::here(),
-        #[cfg(not(feature = "nccl"))]
-        Transport::Nccl => Err("is built without the feature `nccl`".into()),
-        #[cfg(feature = "hccl")]
+        #[cfg(not(feature = "cuda"))]
+        Transport::Nccl => Err("is built without the feature `cuda`".into()),
+        #[cfg(feature = "npu")]
         _ => hccl::here(),
-        #[cfg(not(feature = "hccl"))]
-        _ => Err("is built without the feature `hccl`".into()),
+        #[cfg(not(feature = "npu"))]
+        _ => Err("is built without the feature `npu`".into()),
     }
 }
 

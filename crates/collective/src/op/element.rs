@@ -98,7 +98,7 @@ impl DType {
     }
 }
 
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 impl From<cuda_rt::DType> for DType {
     fn from(dtype: cuda_rt::DType) -> Self {
         match dtype {
@@ -109,7 +109,7 @@ impl From<cuda_rt::DType> for DType {
     }
 }
 
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 impl TryFrom<DType> for cuda_rt::DType {
     type Error = crate::Error;
 
@@ -177,7 +177,7 @@ mod tests {
         }
     }
 
-    #[cfg(feature = "nccl")]
+    #[cfg(feature = "cuda")]
     #[test]
     fn types_of_cudas_slices_are_types_here() {
         for dtype in [cuda_rt::DType::F32, cuda_rt::DType::F16, cuda_rt::DType::Bf16] {

@@ -9,11 +9,11 @@ mod dist;
 mod fault;
 #[cfg(feature = "gloo")]
 mod gloo;
-#[cfg(feature = "hccl")]
+#[cfg(feature = "npu")]
 mod hccl;
 mod init;
 mod launchers;
-#[cfg(feature = "nccl")]
+#[cfg(feature = "cuda")]
 mod nccl;
 mod power_sgd;
 mod rebuild;
@@ -37,10 +37,10 @@ fn worker() {
         Some("fault") => fault::worker(),
         #[cfg(feature = "gloo")]
         Some("gloo") => gloo::worker(),
-        #[cfg(feature = "hccl")]
+        #[cfg(feature = "npu")]
         Some("hccl") => hccl::worker(),
         Some("init") => init::worker(),
-        #[cfg(feature = "nccl")]
+        #[cfg(feature = "cuda")]
         Some("nccl") => nccl::worker(),
         Some("rebuild") => rebuild::worker(),
         Some("split") => split::worker(),

@@ -136,7 +136,7 @@ impl<H: DeviceHyper + Debug> FromVars for CudaDeviceOptimizer<H> {
 /// GPU of the first variable, with candle's stream of this thread.
 fn gpu_of(vars: &[Var]) -> Result<Gpu> {
     let Some(first) = vars.first() else { bail!("no float variables, so no GPU to step on") };
-    Gpu::on(first.device().as_cuda_device()?.cuda_stream()).map_err(Error::wrap)
+    Gpu::try_from(first.device())
 }
 
 /// Start and end address, whether it is a weight, and of which variable.

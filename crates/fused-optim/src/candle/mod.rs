@@ -3,8 +3,8 @@
 //! [`VarOptimizer`] makes a `candle_nn::Optimizer` of this crate's optimizers. On the CPU a step
 //! takes each variable's storage out of its tensor, leaves an empty storage of a type that candle's
 //! operators reject, steps on plain slices, and always puts the storages back, also on errors and
-//! panics. No weight is copied. Variables on a GPU (feature `candle-cuda`) stay in place and are
-//! updated through device pointers, in candle's stream. [`lend`], and `lend_on_gpu` on a GPU, lend
+//! panics. No weight is copied. Variables on a GPU (feature `cuda`, here and of `cuda-rt`) stay in
+//! place and are updated through device pointers, in candle's stream. [`lend`], and `lend_on_gpu` on a GPU, lend
 //! tensors to any caller's step.
 //!
 //! Limits:
@@ -12,7 +12,7 @@
 //! - Variables are of f32, f16 or bf16, on the CPU or all on one GPU.
 //! - During a step on the CPU, candle operators on these variables fail in other threads.
 
-#[cfg(feature = "candle-cuda")]
+#[cfg(feature = "cuda")]
 mod cuda;
 mod saved;
 
@@ -25,7 +25,7 @@ use candle_core::{
 };
 use candle_nn::VarMap;
 
-#[cfg(feature = "candle-cuda")]
+#[cfg(feature = "cuda")]
 pub use self::cuda::lend_on_gpu;
 use crate::rule::Hyper;
 use crate::{
@@ -73,7 +73,7 @@ pub struct VarOptimizer<O> {
     /// Error of the last learning rate, if it was invalid.
     invalid_lr: Option<String>,
     /// The variables' GPU, if they are on one.
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     gpu: Option<cuda::OnGpu>,
 }
 
@@ -128,9 +128,9 @@ impl<O: Optimizer> VarOptimizer<O> {
     }
 
     fn build(vars: Vec<Var>, names: Vec<String>, optimizer: O) -> Result<Self> {
-        #[cfg(feature = "candle-cuda")]
+        #[cfg(feature = "cuda")]
         let mut optimizer = optimizer;
-        #[cfg(feature = "candle-cuda")]
+        #[cfg(feature = "cuda")]
         if optimizer.as_device().is_some() {
             let gpu = Some(cuda::OnGpu::new(&vars, &names)?);
             return Ok(Self { optimizer, vars, names, invalid_lr: None, gpu });
@@ -142,7 +142,7 @@ impl<O: Optimizer> VarOptimizer<O> {
             vars,
             names,
             invalid_lr: None,
-            #[cfg(feature = "candle-cuda")]
+            #[cfg(feature = "cuda")]
             gpu: None,
         })
     }
@@ -276,7 +276,7 @@ impl<O: Optimizer> VarOptimizer<O> {
         let grads = grads
             .map(|(index, grad)| self.gradient(grad.as_ref(), index))
             .collect::<Result<Vec<_>>>()?;
-        #[cfg(feature = "candle-cuda")]
+        #[cfg(feature = "cuda")]
         if let (Some(gpu), Some(device)) = (&self.gpu, self.optimizer.as_device()) {
             return gpu.step(device, (&self.vars, &self.names), &grads, ctl);
         }
@@ -328,7 +328,7 @@ impl<O: Optimizer> VarOptimizer<O> {
     ///
     /// Each gradient is memory of the variables' GPU, complete in order of candle's stream of this
     /// thread, and written or freed only in order of it after the step.
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     #[expect(unsafe_code, reason = "the addresses are raw device pointers")]
     pub unsafe fn step_device_slices(
         &mut self,

@@ -1,5 +1,5 @@
 //! Placement of gradients, state and steps of a run: on the host; with the model on a CUDA GPU
-//! (feature `candle-cuda`); or, for the optimizer only, on an Ascend NPU (feature `npu`).
+//! (feature `cuda`); or, for the optimizer only, on an Ascend NPU (feature `npu`).
 //!
 //! [`DeviceConfig`] is the key `device` of a configuration; each rank turns it into a [`Placement`]
 //! once. Besides the candle engine this is the only module with `#[cfg]` for devices.
@@ -15,7 +15,7 @@
 //! * The optimizer's state, its step, unscaling, clipping and the check for overflows are on the
 //!   GPU, by kernels of `fused-optim`, bit for bit as on the host. A step updates weights in place.
 //! * Gradients are averaged over ranks on the GPUs by NCCL, during backward, if the group uses it
-//!   (feature `nccl`; `backend = "auto"` with NCCL on all ranks); otherwise on the host, with
+//!   (`backend = "auto"` with NCCL on all ranks); otherwise on the host, with
 //!   copies in both directions.
 //!
 //! With `device = "npu"`:
@@ -50,7 +50,7 @@
 //! silent fallback to the host: a missing device or library, a model or optimizer on the host that
 //! should be on the device, and unsupported options are errors that name the cause.
 //!
-//! With the feature `candle-cuda` a runner is built with `nvcc` and linked to the libraries of
+//! With the feature `cuda` a runner is built with `nvcc` and linked to the libraries of
 //! driver and toolkit (libcuda, cuBLAS, cuRAND), without which it does not start. It has been run
 //! on one H100, and in tests on a fake GPU whose kernels are candle's compiled for the CPU; not on
 //! several GPUs.
@@ -74,7 +74,7 @@ use std::fmt;
 use std::time::Duration;
 
 use ::amp::OverflowSource;
-#[cfg(feature = "candle-cuda")]
+#[cfg(feature = "cuda")]
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use collective::{GroupOptions, ProcessGroup, Topology, Transport, init::Accelerator};
 use fused_optim::{Clip, Optimizer};
@@ -111,7 +111,7 @@ pub enum OptimizerDevice {
     #[default]
     Host,
     /// A GPU, by the stream in which the model computes.
-    #[cfg(feature = "candle-cuda")]
+    #[cfg(feature = "cuda")]
     Cuda(fused_optim::cuda::Gpu),
     /// An NPU, by its operators.
     #[cfg(feature = "npu")]
@@ -172,7 +172,7 @@ impl DeviceConfig {
             root.choice(key, "cpu", &names)?
         };
         match device {
-            Self::Cuda { .. } if !cfg!(feature = "candle-cuda") => Err(place.error(NO_CUDA)),
+            Self::Cuda { .. } if !cfg!(feature = "cuda") => Err(place.error(NO_CUDA)),
             Self::Npu { .. } if !cfg!(feature = "npu") => Err(place.error(NO_NPU)),
             device => Ok(device),
         }
@@ -227,13 +227,13 @@ impl DeviceConfig {
     fn count(self, index: usize) -> Result<(usize, String), String> {
         match self {
             Self::Cpu => Ok((0, String::new())),
-            #[cfg(feature = "candle-cuda")]
+            #[cfg(feature = "cuda")]
             Self::Cuda { .. } => {
                 let _ = index;
                 let count = CudaContext::device_count().map_err(|e| e.to_string())?;
                 Ok((usize::try_from(count).unwrap_or(0), count.to_string()))
             }
-            #[cfg(not(feature = "candle-cuda"))]
+            #[cfg(not(feature = "cuda"))]
             Self::Cuda { .. } => Err(format!("GPU {index}: {NO_CUDA}")),
             #[cfg(feature = "npu")]
             Self::Npu { .. } => {
@@ -295,7 +295,7 @@ pub(crate) fn group_options(
 
 /// Setting that keeps the optimizer of a model on a GPU on the host.
 const OFFLOAD: &str = "device = { type = \"cuda\", offload_optimizer = true }";
-const NO_CUDA: &str = "device `cuda` needs `runner` built with the feature `candle-cuda`";
+const NO_CUDA: &str = "device `cuda` needs `runner` built with the feature `cuda`";
 const NO_NPU: &str = "device `npu` needs `runner` built with the feature `npu`";
 
 fn refused(device: &str, why: impl fmt::Display) -> Error {
@@ -309,7 +309,7 @@ macro_rules! optimizer {
             $crate::placement::OptimizerDevice::Host => {
                 Box::new(fused_optim::CpuOptimizer::<$hyper>::new($groups)?)
             }
-            #[cfg(feature = "candle-cuda")]
+            #[cfg(feature = "cuda")]
             $crate::placement::OptimizerDevice::Cuda(gpu) => {
                 let how = fused_optim::HalfWeights::Master;
                 let gpu = gpu.clone();

@@ -6,7 +6,6 @@
 mod device;
 mod gpu;
 mod graph;
-#[cfg(feature = "nccl")]
 mod nccl;
 #[path = "../it/common/step.rs"]
 mod step;

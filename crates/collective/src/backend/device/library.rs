@@ -143,7 +143,7 @@ pub(crate) trait Communicator: Debug + Send + Sync + Sized + 'static {
 
 /// Possible cause of a library error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[cfg_attr(not(feature = "hccl"), expect(dead_code, reason = "NCCL's errors are as reported"))]
+#[cfg_attr(not(feature = "npu"), expect(dead_code, reason = "NCCL's errors are as reported"))]
 pub(crate) enum PossibleCause {
     /// The cause that the error reports.
     AsReported,

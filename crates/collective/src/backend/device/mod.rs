@@ -44,7 +44,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-#[cfg(feature = "hccl")]
+#[cfg(feature = "npu")]
 pub(crate) use self::library::PossibleCause;
 pub(crate) use self::library::{Communicator, Device, Event, pointer, unsupported};
 use self::pending::{DeviceOp, Pending};

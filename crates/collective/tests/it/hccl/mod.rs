@@ -4,7 +4,7 @@
 //! which rules were broken and what was not released; it does not show how real hardware behaves.
 
 #[cfg_attr(
-    all(feature = "hccl", feature = "nccl"),
+    all(feature = "npu", feature = "cuda"),
     expect(clippy::duplicate_mod, reason = "the same tests over each library's fake")
 )]
 #[path = "../device_verbs.rs"]

@@ -4,7 +4,7 @@
 //! itself behaves. The tests of [`real`] use the real NCCL if its path is given.
 
 #[cfg_attr(
-    all(feature = "hccl", feature = "nccl"),
+    all(feature = "npu", feature = "cuda"),
     expect(clippy::duplicate_mod, reason = "the same tests over each library's fake")
 )]
 #[path = "../device_verbs.rs"]

@@ -26,7 +26,7 @@
 //! [`CandleOptions::check_gradients`] is false. The check never changes or ends a run. Its limits
 //! are listed in `gradcheck.rs`.
 //!
-//! On a GPU ([`CandleOptions::device`], feature `candle-cuda`) parameters, buffers and batches are
+//! On a GPU ([`CandleOptions::device`], feature `cuda`) parameters, buffers and batches are
 //! in its memory. Batches are copied through pinned memory, large ones during the previous step,
 //! and a step does not wait for its losses ([`Losses`]). There [`ops`] are compositions of candle's
 //! own operators or, under [`compile`](Engine::compile), kernels of our own. Gradients stay on the
@@ -40,7 +40,7 @@
 //! ([`limit_threads`](candle_train::process::limit_threads)); `CANDLE_NUM_THREADS` sets that of
 //! candle's pool.
 
-#[cfg_attr(not(feature = "candle-cuda"), path = "no_cuda.rs")]
+#[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
 mod cuda;
 mod gradcheck;
 mod init;

@@ -1,4 +1,4 @@
-//! Replacement of `cuda/mod.rs` without the feature `candle-cuda`: no engine has a GPU.
+//! Replacement of `cuda/mod.rs` without the feature `cuda`: no engine has a GPU.
 
 #![expect(
     clippy::needless_pass_by_ref_mut,

@@ -496,7 +496,6 @@ fn step_copies_no_weights_and_copies_gradients_only_for_averages_on_the_host() {
         assert!(to < 16 << 10 && from < 512, "{to} bytes there, {from} back");
     };
     little(a_step(GPU, &ranks(1)));
-    #[cfg(feature = "nccl")]
     little(a_step(GPU, &|| crate::nccl::ranks().unwrap()));
     let [to, from] = a_step(GPU, &ranks(2));
     assert!(

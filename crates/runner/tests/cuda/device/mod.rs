@@ -14,7 +14,6 @@ use safetensors::SafeTensors;
 
 mod counts;
 mod ema;
-#[cfg(feature = "nccl")]
 mod nccl;
 
 use crate::from_config;

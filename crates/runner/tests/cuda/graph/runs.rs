@@ -9,7 +9,6 @@ use runner::config::Config;
 
 use crate::from_config;
 use crate::gpu;
-#[cfg(feature = "nccl")]
 use crate::nccl;
 
 const RESNET: &str = "model = { type = 'ResNet', width = 4, blocks = [1], stem_max_pool = true }";
@@ -165,7 +164,6 @@ fn two_ranks_have_the_same_bits() {
     same("host", &more, 10, &host);
 }
 
-#[cfg(feature = "nccl")]
 #[test]
 #[ignore = "needs the fake GPU, which counts and lets ranks share it: .ci/devices"]
 fn two_ranks_over_nccl_have_the_same_bits() {

@@ -4,6 +4,7 @@
 use std::sync::Once;
 
 use candle_nn::{Linear, Module, VarBuilder, linear};
+use collective::Transport;
 use runner::engine::candle::{
     CandleEngine, CandleModel, Loss, Outputs, TensorBatch, candle_core, candle_nn, ops,
 };
@@ -252,12 +253,13 @@ fn backend_is_built_in_or_its_feature_is_named() {
     for backend in ["auto", "host", "tcp"] {
         assert_eq!(with(backend), "");
     }
-    for (backend, built_in) in [("gloo", cfg!(feature = "gloo")), ("nccl", cfg!(feature = "nccl"))]
+    for (backend, transport, feature) in
+        [("gloo", Transport::Gloo, "gloo"), ("nccl", Transport::Nccl, "cuda")]
     {
         let said = with(backend);
         let place = "c.toml:1:28: backend";
-        let refused = said.starts_with(place) && said.contains(&format!("feature `{backend}`"));
-        assert_eq!(refused, !built_in, "{said}");
+        let refused = said.starts_with(place) && said.contains(&format!("feature `{feature}`"));
+        assert_eq!(refused, !transport.is_built_in(), "{said}");
     }
     assert!(with("glo").contains("did you mean `gloo`?"), "{}", with("glo"));
 }

@@ -20,7 +20,7 @@ pub use error::{Error, Result};
 pub use fused_optim;
 pub use groups::{Multipliers, Paramwise};
 pub use schedule::{
-    Anneal, Floor, NOT_BY_EPOCHS, OneCycle, Param, Plateau, Rule, RunLength, Scheduler,
+    Anneal, Comparison, Floor, NOT_BY_EPOCHS, OneCycle, Param, Plateau, RunLength, Scheduler,
     SchedulerConfig, Schedules, Shape, Threshold, differences, find_metric,
 };
 pub use spec::TensorSpec;

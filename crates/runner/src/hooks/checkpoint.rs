@@ -13,7 +13,7 @@ use crate::config::{Section, choose, unknown};
 use crate::data::Batch;
 use crate::engine::Losses;
 use crate::runner::{Length, Runner, Save};
-use crate::schedulers::Rule;
+use crate::schedulers::Comparison;
 use crate::{Error, Result};
 
 /// Saves `epoch_N` (or `iter_N`) every `interval` epochs (or iterations) and after the last, and
@@ -69,8 +69,8 @@ pub struct CheckpointHook {
 pub struct SaveBest {
     /// Name of the metric; `auto` is the first metric of the validation.
     pub metric: String,
-    /// Comparison rule; derived from the name if not set.
-    pub rule: Option<Rule>,
+    /// Comparison of values; derived from the name if not set.
+    pub rule: Option<Comparison>,
     /// Name parts that imply the rule `greater`, instead of MMEngine's.
     pub greater_keys: Vec<String>,
     /// Name parts that imply the rule `less`, instead of MMEngine's.
@@ -322,7 +322,7 @@ fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     let metrics: Vec<String> = section.one_or_more("save_best")?;
     let mut rules = Vec::new();
     for rule in section.one_or_more::<String>("rule")? {
-        rules.push(choose("rule", &rule, &Rule::NAMES, &rules_at)?);
+        rules.push(choose("rule", &rule, &Comparison::NAMES, &rules_at)?);
     }
     let (greater_keys, less_keys): (Vec<String>, Vec<String>) =
         (section.one_or_more("greater_keys")?, section.one_or_more("less_keys")?);

@@ -7,7 +7,7 @@ use super::monitor::rule_of;
 use super::{Hook, Priority};
 use crate::config::Section;
 use crate::runner::Runner;
-use crate::schedulers::Rule;
+use crate::schedulers::Comparison;
 use crate::{Error, Result};
 
 /// Ends the run after `patience` validations without improvement of a metric, when the metric
@@ -18,8 +18,8 @@ use crate::{Error, Result};
 pub struct EarlyStoppingHook {
     /// Name of the metric.
     pub monitor: String,
-    /// Rule that decides whether a value is better.
-    pub rule: Rule,
+    /// Decides whether a value is better.
+    pub rule: Comparison,
     /// Minimum change that counts as an improvement, 0.1.
     pub min_delta: f64,
     /// Number of validations without improvement after which the run ends, 5.
@@ -48,7 +48,7 @@ impl EarlyStoppingHook {
 
     /// Creates the hook with a rule and MMEngine's other defaults.
     #[must_use]
-    pub fn with_rule(monitor: &str, rule: Rule) -> Self {
+    pub fn with_rule(monitor: &str, rule: Comparison) -> Self {
         Self {
             monitor: monitor.to_owned(),
             rule,
@@ -113,9 +113,9 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     let offset = section.offset_of("monitor");
     let monitor: String = section.required("monitor")?;
     let rule = match section.has("rule") {
-        true => section.choice("rule", "less", &Rule::NAMES)?,
+        true => section.choice("rule", "less", &Comparison::NAMES)?,
         false => rule_of(&monitor)
-            .or_else(|error| section.note(offset.error(error)).map(|()| Rule::Less))?,
+            .or_else(|error| section.note(offset.error(error)).map(|()| Comparison::Less))?,
     };
     let mut hook = EarlyStoppingHook::with_rule(&monitor, rule);
     hook.min_delta = section.or("min_delta", hook.min_delta)?;
@@ -190,7 +190,7 @@ mod tests {
         (hook.patience, hook.min_delta) = (2, 1.0);
         // 81 is better than 80, but not by more than 1; 82 is.
         assert_eq!(ends(&mut hook.clone(), &[80.0, 81.0, 82.0, 50.0, 83.0, 90.0]), Some(5));
-        let mut hook = EarlyStoppingHook { rule: Rule::Less, ..hook };
+        let mut hook = EarlyStoppingHook { rule: Comparison::Less, ..hook };
         assert_eq!(ends(&mut hook, &[3.0, 1.5, 1.0, 0.6]), Some(4));
     }
 

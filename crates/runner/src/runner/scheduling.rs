@@ -162,14 +162,14 @@ mod tests {
     use super::*;
     use crate::hooks::EarlyStoppingHook;
     use crate::runner::RunnerBuilder;
-    use crate::schedulers::{Param, Plateau, Rule, Shape, Threshold};
+    use crate::schedulers::{Comparison, Param, Plateau, Shape, Threshold};
     use crate::testing::{Metrics, blank, builder, sgd};
 
     /// Halves the learning rate after each validation without improvement.
     fn plateau() -> Shape {
         Shape::Plateau(Plateau {
             monitor: "acc".into(),
-            rule: Rule::Greater,
+            rule: Comparison::Greater,
             factor: 0.5,
             patience: 0,
             threshold: 0.0,

@@ -7,8 +7,8 @@ mod read;
 pub use read::PARAM_SCHEDULERS;
 pub(crate) use read::read_all;
 pub use train_step::{
-    Anneal, Floor, OneCycle, Param, Plateau, Rule, RunLength, Scheduler, SchedulerConfig, Shape,
-    Threshold,
+    Anneal, Comparison, Floor, OneCycle, Param, Plateau, RunLength, Scheduler, SchedulerConfig,
+    Shape, Threshold,
 };
 
 #[cfg(test)]

@@ -4,7 +4,9 @@
 
 use train_step::NOT_BY_EPOCHS;
 
-use super::{Anneal, Floor, OneCycle, Param, Plateau, Rule, SchedulerConfig, Shape, Threshold};
+use super::{
+    Anneal, Comparison, Floor, OneCycle, Param, Plateau, SchedulerConfig, Shape, Threshold,
+};
 use crate::Result;
 use crate::config::{Section, unknown};
 use crate::evaluate::check_metric;
@@ -158,7 +160,7 @@ fn plateau(section: &mut Section) -> Result<Shape> {
     let thresholds = [("rel", Threshold::Rel), ("abs", Threshold::Abs)];
     Ok(Shape::Plateau(Plateau {
         monitor: section.or("monitor", "loss".into())?,
-        rule: section.choice("rule", "less", &Rule::NAMES)?,
+        rule: section.choice("rule", "less", &Comparison::NAMES)?,
         factor: section.or("factor", 0.1)?,
         patience: section.or("patience", 10)?,
         threshold: section.or("threshold", 1e-4)?,

@@ -20,7 +20,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-pub use plateau::{Plateau, Rule, Threshold, find_metric};
+pub use plateau::{Comparison, Plateau, Threshold, find_metric};
 pub use schedules::Schedules;
 pub use shape::{Anneal, Floor, OneCycle, Shape};
 

@@ -10,8 +10,8 @@ use crate::{Error, Result};
 pub struct Plateau {
     /// Name of the metric.
     pub monitor: String,
-    /// Rule that decides whether a metric is better.
-    pub rule: Rule,
+    /// Decides whether a metric is better.
+    pub rule: Comparison,
     /// Factor of a reduction, below 1.
     pub factor: f64,
     /// Number of steps without improvement that are tolerated.
@@ -28,16 +28,16 @@ pub struct Plateau {
     pub eps: f64,
 }
 
-/// Rule that decides which of two metrics is better.
+/// Decides which of two metrics is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Rule {
+pub enum Comparison {
     /// The smaller one is better.
     Less,
     /// The greater one is better.
     Greater,
 }
 
-impl Rule {
+impl Comparison {
     /// MMEngine's names.
     pub const NAMES: [(&'static str, Self); 2] = [("less", Self::Less), ("greater", Self::Greater)];
 

@@ -176,15 +176,6 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         Ok(self.device.write(ctl, DeviceStatus::LOSS_SCALE, bytes_of(&scale.scale))?)
     }
 
-    /// Device address of the loss scale, an `f32`, to multiply the loss by; 0 before
-    /// [`bind`](Self::bind). Valid until the next `bind`.
-    #[must_use]
-    pub fn loss_scale_address(&self) -> u64 {
-        self.bound
-            .as_ref()
-            .map_or(0, |bound| D::address(&bound.ctl) + DeviceStatus::LOSS_SCALE as u64)
-    }
-
     /// Status of the last step. Waits for the device.
     ///
     /// # Errors

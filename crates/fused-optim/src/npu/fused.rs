@@ -248,15 +248,6 @@ impl<H: NpuHyper> NpuOptimizer<H> {
         Ok(floats(&bytes, from.dtype()))
     }
 
-    /// Sets every gradient to zero, in the stream.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Npu`].
-    pub fn zero_grads(&mut self) -> Result<()> {
-        Ok(self.flats.iter().try_for_each(|flat| self.on.zero(&flat.grad))?)
-    }
-
     /// Updates every tensor that has a gradient, `has_grad` by index, in the stream. Waits for
     /// the device only to check gradients, and if the rule needs sums over whole tensors.
     ///

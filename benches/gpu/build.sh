@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Makes what a machine with a GPU needs to run this folder's checks and times: benches/gpu/out, and all of it as one
-# archive, benches/gpu/out.tar.xz. Needs cargo.
+# Makes what a machine with a GPU needs to run this folder's checks and times: benches/gpu/out, and
+# all of it as one archive, benches/gpu/out.tar.xz. Needs cargo.
 #
 #   benches/gpu/build.sh
 #
 # Everything with candle needs NVIDIA's nvcc, from PATH or Python's packages:
-#   pip install nvidia-cuda-nvcc==13.0.* nvidia-cuda-crt==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-runtime==13.0.* \
-#     nvidia-cuda-cccl==13.0.*
-# nvcc must not be newer than the driver that loads its code. With an NVRTC (pip install nvidia-cuda-nvrtc-cu12, or
-# NVRTC_LIBRARY) all of our kernels are compiled here, for the architectures ARCHS (default 90).
+#   pip install nvidia-cuda-nvcc==13.0.* nvidia-cuda-crt==13.0.* nvidia-nvvm==13.0.* \
+#     nvidia-cuda-runtime==13.0.* nvidia-cuda-cccl==13.0.*
+# nvcc must not be newer than the driver that loads its code. With an NVRTC (pip install
+# nvidia-cuda-nvrtc-cu12, or NVRTC_LIBRARY) all of our kernels are compiled here, for the
+# architectures ARCHS (default 90).
 #
-# CUDA_HOME set: that toolkit, for example the fake GPU's, whose binaries then run on the fake. PROFILE: cargo's, by
-# default `release`. FEATURES: cargo's for all with candle, PACKAGES: cargo's choice of the rest. FASHION_MNIST: the
-# folder of the data set.
+# CUDA_HOME set: that toolkit, for example the fake GPU's, whose binaries then run on the fake.
+# PROFILE: cargo's, by default `release`. FEATURES: cargo's for all with candle, PACKAGES: cargo's
+# choice of the rest. FASHION_MNIST: the folder of the data set.
 set -euo pipefail
 here=$(dirname "$(realpath "$0")")
 root=$here/../..
@@ -93,7 +94,8 @@ target=$(cargo metadata --no-deps --format-version 1 --manifest-path "$root/Carg
   grep -oE '"target_directory":"[^"]*"' | cut -d '"' -f 4)
 rm -rf "$out" && mkdir -p "$out/models"
 cd "$root"
-# These need no toolkit. A change of CUDA_HOME would make cargo build cudarc, and all crates above it, again.
+# These need no toolkit. A change of CUDA_HOME would make cargo build cudarc, and all crates above
+# it, again.
 env -u CUDA_HOME cargo test --profile "$profile" "${packages[@]}" --lib --no-run --message-format=json |
   executables | take amp=tests-amp fused_optim=tests-fused-optim
 env -u CUDA_HOME cargo build --profile "$profile" "${packages[@]}" \

@@ -130,7 +130,8 @@ class Nccl(Times):
             ms = (time.perf_counter() - start) / 20 * 1e3
             rows.append(dict(what="all_reduce, two ranks on one GPU", who=f"rank {rank}", case=f"{4 * count} bytes",
                              same=same, ms=round(ms, 4)))
-        # Gradients differ by rank and are checked after their buckets: both ranks must end with equal weights.
+        # Gradients differ by rank and are checked after their buckets: both ranks must end with
+        # equal weights.
         torch.manual_seed(5)
         weights = random(CASES["1000 x 1024"])
         torch.manual_seed(6 + rank)

@@ -1,23 +1,26 @@
 #!/usr/bin/env bash
-# Checks and times on a machine with a GPU, in the folder that build.sh has made. That machine needs no Rust and no
-# network; Python with PyTorch for all but `tests` and `sanitizer`.
+# Checks and times on a machine with a GPU, in the folder that build.sh has made. That machine needs
+# no Rust and no network; Python with PyTorch for all but `tests` and `sanitizer`.
 #
-#   ./run.sh all [FILTER]      everything below, the most telling first, in SECONDS_IN_ALL (575); ends with a table and
-#                              one archive, results.tar.gz
+#   ./run.sh all [FILTER]      everything below, the most telling first, in SECONDS_IN_ALL (575);
+#                              ends with a table and one archive, results.tar.gz
 #   ./run.sh tests [FILTER]    compares all kernels with the CPU
 #   ./run.sh steps             whole training steps beside PyTorch's
 #   ./run.sh times             optimizers and casts beside PyTorch's
 #   ./run.sh nccl              averages over NCCL, beside torch.distributed's
-#   ./run.sh ncu               the bytes that a step moves for each parameter, and the kernels of whole steps
+#   ./run.sh ncu               the bytes that a step moves for each parameter, and the kernels of
+#                              whole steps
 #   ./run.sh sanitizer [FILTER]  the tests under compute-sanitizer
-#   ./run.sh cpu               all-reduce on the CPU beside PyTorch's gloo; needs no GPU. `all` has it only with RANKS
+#   ./run.sh cpu               all-reduce on the CPU beside PyTorch's gloo; needs no GPU. `all` has
+#                              it only with RANKS
 #
-# Results go to GPU_BENCH_OUT, by default the folder `results`. NVRTC and NCCL come from the packages of TORCH_PYTHON
-# (default python3), or are NVRTC_LIBRARY and COLLECTIVE_NCCL_LIB. CUDA_TEST_DEVICE (default 0) is the GPU of the
-# tests. STEP_SECONDS (default 4): of timed steps for each row. MODELS: some of resnet_fashion, resnet18, resnet50,
-# transformer, gpt2. TRAIN_OPTIONS: further options of our steps' configurations. TORCH_HOW: PyTorch's ways to run them,
-# by default those of `ways` below. RANKS: how many the CPU's all-reduce has, by default those of 2, 4, 8 and 16 that have
-# a core each. PATIENCE: factor of the limits, for a slow machine.
+# Results go to GPU_BENCH_OUT, by default the folder `results`. NVRTC and NCCL come from the
+# packages of TORCH_PYTHON (default python3), or are NVRTC_LIBRARY and COLLECTIVE_NCCL_LIB.
+# CUDA_TEST_DEVICE (default 0) is the GPU of the tests. STEP_SECONDS (default 4): of timed steps for
+# each row. MODELS: some of resnet_fashion, resnet18, resnet50, transformer, gpt2. TRAIN_OPTIONS:
+# further options of our steps' configurations. TORCH_HOW: PyTorch's ways to run them, by default
+# those of `ways` below. RANKS: how many the CPU's all-reduce has, by default those of 2, 4, 8 and
+# 16 that have a core each. PATIENCE: factor of the limits, for a slow machine.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")"
 [ -e libgpu_bench.so ] || cd out 2>/dev/null || { echo "run build.sh first" >&2; exit 1; }
@@ -64,8 +67,9 @@ check_libraries() {
   local missing
   missing=$(ldd tests-* runner 2>/dev/null | sed -nE 's/^\s*(\S+) => not found/\1/p' | sort -u | paste -sd ' ') || true
   [ -z "$missing" ] || {
-    echo "not found: $missing. libcuda.so.1 comes with NVIDIA's driver, the others with PyTorch for that version of CUDA" \
-      "(set TORCH_PYTHON to its Python) or CUDA (set LD_LIBRARY_PATH); cuRAND also by pip install nvidia-curand" >&2
+    echo "not found: $missing. libcuda.so.1 comes with NVIDIA's driver, the others with PyTorch for that version of" \
+      "CUDA (set TORCH_PYTHON to its Python) or CUDA (set LD_LIBRARY_PATH); cuRAND also by pip install" \
+      "nvidia-curand" >&2
     exit 1
   }
 }
@@ -97,7 +101,10 @@ test_all() {
 }
 
 # One of the scripts as a command. Without a GPU, GPU_BENCH_DRY runs it (tests/fake_gpu/dry.py).
-script() { command=(env SCRIPT="$1" "$python" "${GPU_BENCH_DRY:-$1.py}" "${@:2}" --library "$kit/libgpu_bench.so" --out "$results"); }
+script() {
+  command=(env SCRIPT="$1" "$python" "${GPU_BENCH_DRY:-$1.py}" "${@:2}" --library "$kit/libgpu_bench.so"
+    --out "$results")
+}
 # Options of a model's configuration.
 config() {
   local data=train_dataloader.dataset.root=$kit/fashion-mnist
@@ -106,7 +113,8 @@ config() {
 }
 # Models on made-up data, of which a GPU's memory does not hold many at a time.
 is_large() { [[ $1 = gpt2 || $1 = resnet50 ]]; }
-# Our ways to run a model: eager, without kernels for attention and convolutions, a large one may not fit.
+# Our ways to run a model: eager, without kernels for attention and convolutions, a large one may
+# not fit.
 hows() { is_large "$1" && echo graph compiled || echo graph compiled eager; }
 how() {
   case $1 in
@@ -131,7 +139,8 @@ ours() {
   # The first line has the first step in it, which compiles.
   sed -nE "$time" "$results/ours-$1-$2.txt" | sed '1{$!d}' | sort -g | awk -v model="$1" -v how="$2" -v ended="$ended" '
     { t[NR] = $1 }
-    END { printf "{\"what\": \"step\", \"model\": \"%s\", \"who\": \"ours\", \"how\": \"%s\", \"ms\": %s, \"ended\": %d}\n",
+    END { printf "{\"what\": \"step\", \"model\": \"%s\", \"who\": \"ours\", " \
+      "\"how\": \"%s\", \"ms\": %s, \"ended\": %d}\n",
       model, how, NR ? 1000 * t[int((NR + 1) / 2)] : "null", ended }' | tee -a "$results/steps.jsonl"
   return "$ended"
 }
@@ -184,13 +193,14 @@ ncu_of_models() {
     [ -e runner ] && left 60 || continue
     # shellcheck disable=SC2046
     job "kernels-$model" 60 ncu --csv --clock-control none --metrics gpu__time_duration.sum --launch-skip 9000 \
-      --launch-count 1500 --kill yes ./runner train "models/$model.toml" --work-dir "$results/work-ncu-$model" --time-budget 40s \
-      --cfg-options $(config "$model") $(how compiled) || true
+      --launch-count 1500 --kill yes ./runner train "models/$model.toml" --work-dir "$results/work-ncu-$model" \
+      --time-budget 40s --cfg-options $(config "$model") $(how compiled) || true
     grep -a '^"' "$results/kernels-$model.txt" > "$results/kernels-$model.csv" || true
   done
 }
 
-# WORLD: ours and gloo, as ranks of our launcher. Lines of "NAME WORLD BYTES BEST MEDIAN", in microseconds.
+# WORLD: ours and gloo, as ranks of our launcher. Lines of "NAME WORLD BYTES BEST MEDIAN", in
+# microseconds.
 all_reduce() {
   local size ranks=(timeout -k 5 $((60 * ${PATIENCE:-1})) ./launch --nproc-per-node "$1" --no-python)
   for size in 4:2000 1024:2000 65536:400 1048576:40 16777216:4; do
@@ -222,8 +232,10 @@ pack() {
 }
 all() {
   local failed=0
-  { date -u; nvidia-smi; lscpu | head -n 20; "$python" -c 'import torch; print(torch.__version__, torch.version.cuda)'; } \
-    > "$results/machine.txt" 2>&1 || true
+  {
+    date -u; nvidia-smi; lscpu | head -n 20
+    "$python" -c 'import torch; print(torch.__version__, torch.version.cuda)'
+  } > "$results/machine.txt" 2>&1 || true
   # Side by side: both mostly compile.
   [ ! -e runner ] || warm &
   test_all tests "$1" 170 || failed=1

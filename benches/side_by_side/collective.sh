@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # All-reduce (sum of f32) by this repository, Open MPI, MPICH, Intel MPI and PyTorch's gloo, side by
-# side on this machine: installs what is missing (Debian's Open MPI; the others from PyPI, in virtual
-# environments under target/), builds, runs the programs in turn, and prints one table for each number
-# of ranks.
+# side on this machine: installs what is missing (Debian's Open MPI; the others from PyPI, in
+# virtual environments under target/), builds, runs the programs in turn, and prints one table for
+# each number of ranks.
 #
 #   benches/side_by_side/collective.sh [--rounds N] [--worlds "2 4"] [--sizes "4 1024 ..."]
 #       [--transport shm|tcp] [--no-torch] [--small-stages] [--fingerprints [--pairs N]]
 #
-# --transport tcp    also times this repository over TCP, beside Open MPI's, and on two machines: half
-#                    of the ranks count as being on another one, those of one share memory
+# --transport tcp    also times this repository over TCP, beside Open MPI's, and on two machines:
+#                    half of the ranks count as being on another one, those of one share memory
 # --small-stages     also times a build whose stages are a quarter as large
 # --fingerprints     also times a build that compares no fingerprints, to know what they cost: short
 #                    runs of the two in turn, up to 64 KiB, where ranks have a core each; --pairs N
@@ -35,7 +35,8 @@ done
 
 work=$PWD/target/side_by_side python=$PWD/target/side_by_side/venv/bin/python
 mkdir -p "$work"
-# Intel MPI finds its parts by these. libfabric, which it needs between machines only, is not on PyPI.
+# Intel MPI finds its parts by these. libfabric, which it needs between machines only, is not on
+# PyPI.
 export I_MPI_ROOT=$work/impi I_MPI_CC=gcc I_MPI_FABRICS=shm I_MPI_PIN=0
 
 install_peers() {
@@ -97,16 +98,26 @@ timed() {
   times=$(iterations "$bytes")
   before=$("$work/ours" probe)
   case $program in
-    shm | tcp | machines) line=$("$work/ours" all_reduce "$program" "$world" "$bytes" "$times" $repetitions "$program" own) ;;
+    shm | tcp | machines)
+      line=$("$work/ours" all_reduce "$program" "$world" "$bytes" "$times" $repetitions "$program" own) ;;
     least) line=$("$work/ours" least "$bytes" "$times" $repetitions) ;;
     shm-shared) line=$("$work/ours" all_reduce shm-shared "$world" "$bytes" "$times" $repetitions shm shared) ;;
-    shm-small) line=$("$work/small/release/side_by_side" all_reduce shm-small "$world" "$bytes" "$times" $repetitions shm own) ;;
-    shm-unchecked) line=$("$work/unchecked/release/side_by_side" all_reduce shm-unchecked "$world" "$bytes" "$times" $repetitions shm own) ;;
-    openmpi4-sm) line=$(openmpi mpirun "$work/all_reduce-mpicc" "$world" vader $program "$bytes" "$times" $repetitions) ;;
-    openmpi5-*) line=$(openmpi "$work/openmpi/bin/mpirun" "$work/all_reduce-openmpi" "$world" "${program#*-}" $program "$bytes" "$times" $repetitions) ;;
+    shm-small)
+      line=$("$work/small/release/side_by_side" all_reduce shm-small "$world" "$bytes" "$times" $repetitions shm own) ;;
+    shm-unchecked)
+      line=$("$work/unchecked/release/side_by_side" all_reduce shm-unchecked "$world" "$bytes" "$times" \
+        $repetitions shm own) ;;
+    openmpi4-sm)
+      line=$(openmpi mpirun "$work/all_reduce-mpicc" "$world" vader $program "$bytes" "$times" $repetitions) ;;
+    openmpi5-*)
+      line=$(openmpi "$work/openmpi/bin/mpirun" "$work/all_reduce-openmpi" "$world" "${program#*-}" $program \
+        "$bytes" "$times" $repetitions) ;;
     mpich) line=$("$work/mpich/bin/mpirun" -n "$world" "$work/all_reduce-mpich" mpich "$bytes" "$times" $repetitions) ;;
-    intel) line=$(LD_LIBRARY_PATH=$work/impi/lib PATH=$work/impi/bin:$PATH mpirun -n "$world" "$work/all_reduce-impi" intel "$bytes" "$times" $repetitions) ;;
-    gloo) line=$("$python" benches/side_by_side/torch_gloo.py gloo "$world" $repetitions "$bytes:$(((times + 9) / 10))") ;;
+    intel)
+      line=$(LD_LIBRARY_PATH=$work/impi/lib PATH=$work/impi/bin:$PATH mpirun -n "$world" "$work/all_reduce-impi" \
+        intel "$bytes" "$times" $repetitions) ;;
+    gloo)
+      line=$("$python" benches/side_by_side/torch_gloo.py gloo "$world" $repetitions "$bytes:$(((times + 9) / 10))") ;;
   esac
   echo "$before $("$work/ours" probe) $line"
 }
@@ -128,7 +139,8 @@ for _ in $(seq "$rounds"); do
   for world in $worlds; do
     for bytes in $sizes; do
       for program in $programs; do
-        # MPICH's ranks never give up their core: more of them than cores take a thousand times longer.
+        # MPICH's ranks never give up their core: more of them than cores take a thousand times
+        # longer.
         if [ "$program" = mpich ] && [ "$world" -gt "$(nproc)" ]; then continue; fi
         if [ "$program" = least ] && [ "$world" != 2 ]; then continue; fi
         timed "$program" "$world" "$bytes" | tee -a "$lines" >&2

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Compares images a second from a folder of JPEGs (500 x 375, made here) through resize, crop, flip and normalize: this
-# repository's loader, PyTorch's with torchvision on Pillow's images, and the same on tensors of bytes, with 0, 1 and 2
-# workers. Installs torch and torchvision (from PyPI, in a virtual environment under target/) if they are missing,
-# builds, and runs the programs turn by turn.
+# Compares images a second from a folder of JPEGs (500 x 375, made here) through resize, crop, flip
+# and normalize: this repository's loader, PyTorch's with torchvision on Pillow's images, and the
+# same on tensors of bytes, with 0, 1 and 2 workers. Installs torch and torchvision (from PyPI, in a
+# virtual environment under target/) if they are missing, builds, and runs the programs turn by
+# turn.
 #
 #   benches/side_by_side/images.sh [--turns N] [--images N]
 set -euo pipefail

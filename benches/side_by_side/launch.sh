@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Compares the time from the command to the ranks' first collective for our launcher, mpirun and torchrun.
-# Installs missing packages (Debian's Open MPI; torch in a virtual environment under target/), builds, runs the
-# launchers in turn, and prints a table: the median of all rounds in milliseconds, the interquartile range, and
-# the ratio of our launcher's median to this one.
+# Compares the time from the command to the ranks' first collective for our launcher, mpirun and
+# torchrun. Installs missing packages (Debian's Open MPI; torch in a virtual environment under
+# target/), builds, runs the launchers in turn, and prints a table: the median of all rounds in
+# milliseconds, the interquartile range, and the ratio of our launcher's median to this one.
 #
 #   benches/side_by_side/launch.sh [--rounds N] [--worlds "2 4"] [--prepare]
 #
 # --prepare          only install and build
 #
-# All launchers start the same program (the example `first_collective`, which creates a group and all-reduces one
-# number), torchrun without Python; `mpirun, MPI` calls MPI_Init and MPI_Allreduce.
+# All launchers start the same program (the example `first_collective`, which creates a group and
+# all-reduces one number), torchrun without Python; `mpirun, MPI` calls MPI_Init and MPI_Allreduce.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

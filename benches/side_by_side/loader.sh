@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Compares this repository's data loader with PyTorch's of as many workers: a training whose batch takes as long as its
-# step, waiting (`wait`) or computing (`spin`), and the memory of an epoch of 64 batches of 16 MiB. Installs torch (from
-# PyPI, in a virtual environment under target/) if it is missing, builds, and runs the programs turn by turn.
+# Compares this repository's data loader with PyTorch's of as many workers: a training whose batch
+# takes as long as its step, waiting (`wait`) or computing (`spin`), and the memory of an epoch of
+# 64 batches of 16 MiB. Installs torch (from PyPI, in a virtual environment under target/) if it is
+# missing, builds, and runs the programs turn by turn.
 #
 #   benches/side_by_side/loader.sh [--turns N] [--iterations N]
 set -euo pipefail

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All-reduce (sum of f32) of a ResNet-18's gradients between machines with a slow network, by this repository,
-# Open MPI 5 and PyTorch's gloo. The machines are network namespaces on one bridge, and each sends at
-# --rate at most. Needs root and iproute2; installs the peers from PyPI as collective.sh does, builds, runs
-# the programs in turn, and prints for each its best time and the bytes that a machine's interface has sent
-# for a call, as a multiple of the gradients' bytes.
+# All-reduce (sum of f32) of a ResNet-18's gradients between machines with a slow network, by this
+# repository, Open MPI 5 and PyTorch's gloo. The machines are network namespaces on one bridge, and
+# each sends at --rate at most. Needs root and iproute2; installs the peers from PyPI as
+# collective.sh does, builds, runs the programs in turn, and prints for each its best time and the
+# bytes that a machine's interface has sent for a call, as a multiple of the gradients' bytes.
 #
-#   benches/side_by_side/machines.sh [--rounds N] [--machines M] [--each L] [--rate 100mbit] [--bytes N]
-#       [--programs "machines openmpi5 gloo flat"]
+#   benches/side_by_side/machines.sh [--rounds N] [--machines M] [--each L] [--rate 100mbit]
+#       [--bytes N] [--programs "machines openmpi5 gloo flat"]
 #
 # `machines` is ours; `flat` is ours with each rank as on a machine of its own.
 set -euo pipefail
@@ -30,7 +30,8 @@ work=$PWD/target/side_by_side world=$((machines * each)) last=$((machines - 1))
 benches/side_by_side/collective.sh --rounds 0 >/dev/null
 cargo build --quiet --release -p gradstack-launch --bin launch
 
-# Namespaces `bench-PID` with the bridge and `bench-PID-0`, -1, ...; machine m is m0, m1, ... at 10.78.0.10 + m.
+# Namespaces `bench-PID` with the bridge and `bench-PID-0`, -1, ...; machine m is m0, m1, ... at
+# 10.78.0.10 + m.
 name=bench-$$
 finish() {
   local space
@@ -91,7 +92,8 @@ run() {
     openmpi5)
       hosts=$(seq -f "m%g:$each" -s , 0 "$last")
       on 0 env LD_LIBRARY_PATH="$work/openmpi/lib" "$work/openmpi/bin/mpirun" --allow-run-as-root \
-        --host "$hosts" --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 --prtemca plm_ssh_agent "$work/agent-$$" \
+        --host "$hosts" --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 \
+        --prtemca plm_ssh_agent "$work/agent-$$" \
         --mca btl self,sm,tcp --mca pml ob1 --mca btl_tcp_if_include eth0 \
         -n "$world" "$work/all_reduce-openmpi" openmpi5 "$bytes" 1 1 ;;
     gloo) launched --no-python "$work/venv/bin/python" benches/side_by_side/torch_gloo.py gloo "$world" 1 "$bytes:1" ;;

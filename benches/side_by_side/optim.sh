@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Compares optimizer steps of this repository, PyTorch, DeepSpeed's CPUAdam and timm. Installs missing packages
-# (from PyPI, in a virtual environment under target/; a C++ compiler from Debian for DeepSpeed), builds, runs the
-# programs in turn, and prints a table for each number of threads.
+# Compares optimizer steps of this repository, PyTorch, DeepSpeed's CPUAdam and timm. Installs
+# missing packages (from PyPI, in a virtual environment under target/; a C++ compiler from Debian
+# for DeepSpeed), builds, runs the programs in turn, and prints a table for each number of threads.
 #
-#   benches/side_by_side/optim.sh [--places N] [--rounds N] [--threads "1 2"] [--works "adamw sgd ..."] [--isa avx2]
+#   benches/side_by_side/optim.sh [--places N] [--rounds N] [--threads "1 2"]
+#       [--works "adamw sgd ..."] [--isa avx2]
 #
 # `--isa avx2` disables AVX-512 for all programs and the ceiling.
-# `--places` is the number of memory placements: for each, everything is allocated anew. `--rounds` counts the
-# rounds in each placement.
+# `--places` is the number of memory placements: for each, everything is allocated anew. `--rounds`
+# counts the rounds in each placement.
 #
 # Works: adamw, adamw-110m, adamw-small, sgd, sgd-110m, amp, adadelta, adam, adamp, bert_adam, lamb,
 # rmsprop, rmsprop_tf, casts (always one thread).
@@ -45,7 +46,8 @@ install_peers() {
     $sudo apt-get update -qq
     $sudo apt-get install -y -qq --no-install-recommends g++ libc6-dev >/dev/null
   fi
-  # DeepSpeed's extension needs Python's headers, a separate package in Debian; without them the table says so.
+  # DeepSpeed's extension needs Python's headers, a separate package in Debian; without them the
+  # table says so.
   if ! "$python" -c 'import torch, timm, ninja, importlib.metadata as m; m.version("deepspeed")' 2>/dev/null; then
     [ -x "$python" ] || python3 -m venv "$work/venv" || python=python3
     "$python" -m pip install --quiet --no-cache-dir torch numpy timm deepspeed ninja setuptools wheel ||

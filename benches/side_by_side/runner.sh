@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Compares forward and backward of this repository's candle engine, stock candle and PyTorch eager, one thread
-# each; the training loop with an empty step and MMEngine's, if installed; one rank and two; and, with
-# --fashion, a training on Fashion-MNIST with DDP over gloo. Installs torch (from PyPI, in a virtual
-# environment under target/) if it is missing, builds, and runs the programs in turn.
+# Compares forward and backward of this repository's candle engine, stock candle and PyTorch eager,
+# one thread each; the training loop with an empty step and MMEngine's, if installed; one rank and
+# two; and, with --fashion, a training on Fashion-MNIST with DDP over gloo. Installs torch (from
+# PyPI, in a virtual environment under target/) if it is missing, builds, and runs the programs in
+# turn.
 #
 #   benches/side_by_side/runner.sh [--rounds N] [--works "mlp transformer resnet16 resnet64"]
-#                                  [--loops "10000 100000 1000000"] [--ranks STEPS] [--fashion SECONDS]
+#                                  [--loops "10000 100000 1000000"] [--ranks STEPS]
+#                                  [--fashion SECONDS]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -34,7 +36,8 @@ ours=target/release/side_by_side_runner
 export OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
 
 echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc --all) cores, Linux $(uname -r)"
-echo "| work | ours, ms | with compile, ms | PyTorch eager, ms | ours / PyTorch | with compile | stock candle, ms | stock / ours |"
+echo "| work | ours, ms | with compile, ms | PyTorch eager, ms | ours / PyTorch | with compile |" \
+  "stock candle, ms | stock / ours |"
 echo "|---|---|---|---|---|---|---|---|"
 for name in $works; do
   mine=$($ours step "$name" ours "$rounds")

@@ -37,7 +37,8 @@ def to_tensor(path):
 
 
 def load(folder, workers, kind):
-    # As in workers. With more, threads that wait for one another take several times as long on a busy machine.
+    # As in workers. With more, threads that wait for one another take several times as long on a
+    # busy machine.
     torch.set_num_threads(1)
     steps = [v2.Resize(256), v2.CenterCrop(224), v2.RandomHorizontalFlip()]
     steps += [v2.ToImage()] if kind == "pil" else []

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Compares a training step of ResNet-18 (28 x 28, 32 images a rank, f32, SGD, one thread a rank) by a candle program with
-# `candle_train::Trainer` and by PyTorch with DDP over gloo: two ranks, and one rank alone. Installs torch (from PyPI,
-# in a virtual environment under target/) if it is missing and builds. The four programs run turn by turn, in reverse
-# order every other turn; each prints its median step.
+# Compares a training step of ResNet-18 (28 x 28, 32 images a rank, f32, SGD, one thread a rank) by
+# a candle program with `candle_train::Trainer` and by PyTorch with DDP over gloo: two ranks, and
+# one rank alone. Installs torch (from PyPI, in a virtual environment under target/) if it is
+# missing and builds. The four programs run turn by turn, in reverse order every other turn; each
+# prints its median step.
 #
 #   benches/side_by_side/trainer.sh [--turns N] [--steps N] [--width N]
 set -euo pipefail
@@ -26,7 +27,8 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
   python=$work/venv/bin/python
   "$python" -m pip install --quiet --no-cache-dir torch numpy
 fi
-cargo build --quiet --release -p gradstack-launch -p benches --features benches/runner --bin launch --bin side_by_side_runner
+cargo build --quiet --release -p gradstack-launch -p benches --features benches/runner --bin launch \
+  --bin side_by_side_runner
 release=${CARGO_TARGET_DIR:-target}/release
 ours=("$release/side_by_side_runner" trainer "$width" "$steps")
 torch=(benches/side_by_side/torch_ddp.py "$width" "$steps")

@@ -1,5 +1,6 @@
 //! The house rules that a machine can check: the folders of ARCHITECTURE.md, the length of files
-//! and functions, a first line that says what a file is, the width and the first words of comments.
+//! and functions, a first line that says what a file is, the width and the first words of comments,
+//! the width of kernels and scripts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,6 +13,8 @@ const MAX_FUNCTION: usize = 70;
 
 /// Columns of a comment: as many as rustfmt allows code.
 const MAX_COMMENT: usize = 100;
+/// Columns of code that no tool formats: kernels and scripts.
+const MAX_CODE: usize = 120;
 /// Sentences begin with their subject, not with one of these words.
 const OPENINGS: &[&str] = &["What", "Whatever", "Where", "Wherever", "Who", "Whoever", "That"];
 
@@ -128,6 +131,35 @@ fn comments_are_narrow_and_begin_with_their_subject() {
     }
     assert!(wide.is_empty(), "comments wider than {MAX_COMMENT}:\n{}", wide.join("\n"));
     assert!(openings.is_empty(), "sentences that begin oddly:\n{}", openings.join("\n"));
+}
+
+#[test]
+fn kernels_and_scripts_are_narrow() {
+    let mut wide = Vec::new();
+    for file in files() {
+        let Some(mark) = comment_mark(&file) else { continue };
+        for (number, line) in read(&file).lines().enumerate() {
+            let is_comment = line.trim_start().starts_with(mark);
+            let most = if is_comment { MAX_COMMENT } else { MAX_CODE };
+            if line.chars().count() > most || line.ends_with([' ', '\t']) {
+                wide.push(format!("{file}:{}: {}", number + 1, line.trim_start()));
+            }
+        }
+    }
+    assert!(
+        wide.is_empty(),
+        "comments wider than {MAX_COMMENT}, code wider than {MAX_CODE}, or blanks at the end:\n{}",
+        wide.join("\n")
+    );
+}
+
+/// The first characters of a comment in a kernel, a header or a script; `None` in other files.
+fn comment_mark(file: &str) -> Option<&'static str> {
+    match Path::new(file).extension()?.to_str()? {
+        "cu" | "h" => Some("//"),
+        "py" | "sh" => Some("#"),
+        _ => None,
+    }
 }
 
 /// The text of a line that is a comment.

@@ -57,14 +57,16 @@ class Fused:
 
         places = [place(qkv, i, 3) for i in range(3)] + [place(self.y, 0, 1), place(self.dy, 0, 1)]
         places += [place(self.dqkv, i, 3) for i in range(3)]
-        rest = (self.lines[0].data_ptr(), self.lines[1].data_ptr(), heads, n, t, t, t if causal else 0, (c // heads) ** -0.5)
+        rest = (self.lines[0].data_ptr(), self.lines[1].data_ptr(), heads, n, t, t, t if causal else 0,
+                (c // heads) ** -0.5)
         self.job = b"".join(places) + struct.pack("<QQIIIIIf", *rest)
 
     def launch(self, name):
         job = ctypes.create_string_buffer(self.job, len(self.job))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         words = (ctypes.c_void_p * 1)(ctypes.addressof(job))
-        check(cuda.cuLaunchKernel(kernels[self.dtype, name], self.blocks, 1, 1, 256, 1, 1, 0, stream, words, None), name)
+        check(cuda.cuLaunchKernel(kernels[self.dtype, name], self.blocks, 1, 1, 256, 1, 1, 0, stream, words, None),
+              name)
 
     def both(self):
         for name in ("attention", "attention_backward", "attention_backward_keys"):
@@ -107,7 +109,8 @@ def milliseconds(call, times=20):
 
 
 torch.manual_seed(7)
-shapes = [(2, 196, 8, 64, False), (2, 1024, 3, 64, True), (3, 130, 2, 40, True), (2, 77, 2, 64, False), (1, 500, 5, 16, True)]
+shapes = [(2, 196, 8, 64, False), (2, 1024, 3, 64, True), (3, 130, 2, 40, True), (2, 77, 2, 64, False),
+          (1, 500, 5, 16, True)]
 for dtype in (torch.float16, torch.bfloat16):
     for n, t, heads, depth, causal in shapes:
         qkv = torch.randn(n, t, 3 * heads * depth, device="cuda").to(dtype)
@@ -126,10 +129,12 @@ for dtype in (torch.float16, torch.bfloat16):
 for dtype, n, t, heads, causal in ((torch.bfloat16, 16, 1024, 12, True), (torch.float16, 128, 196, 8, False)):
     qkv = torch.randn(n, t, 3 * heads * 64, device="cuda").to(dtype)
     fused = Fused(qkv, heads, causal)
-    own = [milliseconds(lambda: fused.launch(name)) for name in ("attention", "attention_backward", "attention_backward_keys")]
+    own = [milliseconds(lambda: fused.launch(name))
+           for name in ("attention", "attention_backward", "attention_backward_keys")]
     q, k, v = heads_of(qkv.clone().requires_grad_(), heads)
     forward = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     y = forward()
     dy = torch.randn_like(y)
     theirs = [milliseconds(forward), milliseconds(lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))]
-    print("ms", dtype, n, t, heads, causal, "ours", " ".join(f"{x:.3f}" for x in own), "torch", " ".join(f"{x:.3f}" for x in theirs))
+    print("ms", dtype, n, t, heads, causal, "ours", " ".join(f"{x:.3f}" for x in own),
+          "torch", " ".join(f"{x:.3f}" for x in theirs))

@@ -1,7 +1,7 @@
 // Element types, packs of 16 bytes, warps, and sums in a fixed order for all kernels.
 //
-// Compiled without contraction of `a * b + c` and without flushing subnormals, so that the code below
-// computes the same bits as in Rust.
+// Compiled without contraction of `a * b + c` and without flushing subnormals, so that the code
+// below computes the same bits as in Rust.
 
 /// Threads of a block, for all kernels.
 constexpr u32 THREADS = 256;
@@ -9,7 +9,8 @@ constexpr u32 WARP = 32;
 constexpr u32 ALL = 0xffffffffu;
 constexpr u32 INFINITY_BITS = 0x7f800000u;
 
-/// The element types: storage, and conversion from and to f32 that keeps the sign and upper bits of NaNs.
+/// The element types: storage, and conversion from and to f32 that keeps the sign and upper bits of
+/// NaNs.
 struct F32 {
   typedef u32 Bits;
   static DEVICE float widen(u32 bits) { return __uint_as_float(bits); }
@@ -90,17 +91,17 @@ DEVICE u32 lane() { return threadIdx.x % WARP; }
 DEVICE u32 warp_index() { return (blockIdx.x * THREADS + threadIdx.x) / WARP; }
 DEVICE u32 warp_count() { return gridDim.x * (THREADS / WARP); }
 
-// Sums, in the order of `cpu/sum.rs`: element `i` of a block of 1024 is added to lane `i mod 16`, in order;
-// lanes, blocks and further levels are added pairwise, (0, 1), (2, 3), ... An odd last one is kept, which
-// equals adding 0: a sum that began at +0 is never -0.
+// Sums, in the order of `cpu/sum.rs`: element `i` of a block of 1024 is added to lane `i mod 16`,
+// in order; lanes, blocks and further levels are added pairwise, (0, 1), (2, 3), ... An odd last
+// one is kept, which equals adding 0: a sum that began at +0 is never -0.
 
 constexpr u32 BLOCK = 1024;
 constexpr u32 LANES = 16;
 /// Elements that one warp sums: blocks that form a complete subtree.
 constexpr u32 SPAN = 16 * BLOCK;
 
-/// Adds the values of a warp's threads pairwise: groups of `from` threads hold equal values before, groups
-/// of `to` threads after; or `from` sums of values that lie so many threads apart.
+/// Adds the values of a warp's threads pairwise: groups of `from` threads hold equal values before,
+/// groups of `to` threads after; or `from` sums of values that lie so many threads apart.
 DEVICE double fold_threads(double x, u32 from, u32 to) {
   for (u32 step = from; step < to; step *= 2) x += __shfl_xor_sync(ALL, x, step);
   return x;
@@ -112,9 +113,9 @@ DEVICE double fold_array(const double* x) {
   else return fold_array<N / 2>(x) + fold_array<N / 2>(x + N / 2);
 }
 
-/// Computes `K` sums over a span of at most `SPAN` elements by one warp; every thread gets them. A thread has
-/// `W` adjacent lanes of a block and visits them row by row: `visit(i, many, lanes)` adds the terms of
-/// elements `i..i + many` to `lanes[k][0..many]`.
+/// Computes `K` sums over a span of at most `SPAN` elements by one warp; every thread gets them. A
+/// thread has `W` adjacent lanes of a block and visits them row by row: `visit(i, many, lanes)`
+/// adds the terms of elements `i..i + many` to `lanes[k][0..many]`.
 template <int K, int W, class Visit>
 DEVICE void sum_span(u32 count, double (&sums)[K], Visit visit) {
   constexpr u32 own = LANES / W, at_once = WARP / own * BLOCK;
@@ -133,10 +134,10 @@ DEVICE void sum_span(u32 count, double (&sums)[K], Visit visit) {
   }
 }
 
-/// Brings the `index`-th of `count` sums, which all threads of a warp have, to the tree of `sums`: of 32 neighbours the
-/// warp that is the last folds them, and brings what they give to the next level. Returns true in the warp that then has
-/// the total. `arrived` has a number for each sum, 0 before and afterwards; all sums must come in one launch. `count` is
-/// below 2^30.
+/// Brings the `index`-th of `count` sums, which all threads of a warp have, to the tree of `sums`:
+/// of 32 neighbours the warp that is the last folds them, and brings what they give to the next
+/// level. Returns true in the warp that then has the total. `arrived` has a number for each sum, 0
+/// before and afterwards; all sums must come in one launch. `count` is below 2^30.
 DEVICE bool add_to_tree(double* sums, u32* arrived, u32 index, u32 count, double& sum) {
   // Sums of a level lie 2^shift apart, each where the first of its leaves was.
 #pragma unroll 1
@@ -164,8 +165,8 @@ DEVICE bool add_to_tree(double* sums, u32* arrived, u32 index, u32 count, double
   return true;
 }
 
-/// Whether this block is the grid's last to call this. The last block's threads see all earlier writes of
-/// the other blocks. `arrived` counts the calls and is 0 afterwards.
+/// Whether this block is the grid's last to call this. The last block's threads see all earlier
+/// writes of the other blocks. `arrived` counts the calls and is 0 afterwards.
 DEVICE bool is_last_block(u32* arrived) {
   __shared__ u32 before;
   __threadfence();

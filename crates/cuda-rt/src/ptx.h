@@ -1,8 +1,9 @@
-// Device-only code: memory instructions and conversions in PTX. `shim.h` of the tests defines the same names
-// for a host compiler; the code after this file is compiled for both.
+// Device-only code: memory instructions and conversions in PTX. `shim.h` of the tests defines the
+// same names for a host compiler; the code after this file is compiled for both.
 //
-// Pointers come from tables, so the compiler does not know their address space and would use generic
-// accesses. These are `global`, and `cs` (streaming, evict first) unless the memory is accessed again soon.
+// Pointers come from tables, so the compiler does not know their address space and would use
+// generic accesses. These are `global`, and `cs` (streaming, evict first) unless the memory is
+// accessed again soon.
 
 #define DEVICE __device__ __forceinline__
 
@@ -11,8 +12,8 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-/// Load or store 16, 8, 4, 2 or 1 bytes at an aligned address. With `KEEP` they stay in the cache as others do, since
-/// another kernel accesses them soon.
+/// Load or store 16, 8, 4, 2 or 1 bytes at an aligned address. With `KEEP` they stay in the cache
+/// as others do, since another kernel accesses them soon.
 template <bool KEEP = false>
 DEVICE void load16(u32* w, u64 at) {
   if constexpr (KEEP)
@@ -121,11 +122,12 @@ DEVICE void wait_for_copies() {
 }
 
 // Tensor cores. A warp holds 16 x 16 halves in 4 words of each thread, 16 x 8 floats
-// in 4, as `mma.m16n8k16` has them: thread `4 i + j` holds the adjacent columns `2 j` and `2 j + 1` of the rows `i` and
-// `i + 8`, first the left half of 8 columns.
+// in 4, as `mma.m16n8k16` has them: thread `4 i + j` holds the adjacent columns `2 j` and `2 j + 1`
+// of the rows `i` and `i + 8`, first the left half of 8 columns.
 
-/// Reads four 8 x 8 matrices of halves from shared memory, in a warp; thread `8 m + i` gives the address of row `i` of
-/// matrix `m`, of 16 bytes. Word `m` of thread `4 i + j` gets columns `2 j` and `2 j + 1` of row `i` of matrix `m`.
+/// Reads four 8 x 8 matrices of halves from shared memory, in a warp; thread `8 m + i` gives the
+/// address of row `i` of matrix `m`, of 16 bytes. Word `m` of thread `4 i + j` gets columns `2 j`
+/// and `2 j + 1` of row `i` of matrix `m`.
 DEVICE void load_tiles(u32 (&w)[4], const void* row) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -139,17 +141,21 @@ DEVICE void load_tiles_transposed(u32 (&w)[4], const void* row) {
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"((u32)__cvta_generic_to_shared(row)));
 #endif
 }
-/// `c += a * b` of 16 x 16 and 16 x 8 halves, `bf16` or `f16`; thread `4 i + j` holds rows `2 j`, `2 j + 1` and, 8 further,
-/// of column `i` of `b`.
+/// `c += a * b` of 16 x 16 and 16 x 8 halves, `bf16` or `f16`; thread `4 i + j` holds rows `2 j`,
+/// `2 j + 1` and, 8 further, of column `i` of `b`.
 template <bool BF16>
 DEVICE void multiply_tiles(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
   if constexpr (BF16)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
 }
 /// Two floats as halves, the first in the lower bits. A NaN loses its bits.

@@ -1,8 +1,9 @@
 // CUDA for a host compiler: the names of `ptx.h` and of CUDA C++, with threads as fibers.
 //
-// A grid's blocks run one after another, in an order drawn from a seed. A block's threads are fibers; at
-// each barrier or shuffle the next fiber is drawn, too. The launch reports faults: an access outside of the
-// memory that the test has registered, a misaligned access, a barrier that not all threads reach.
+// A grid's blocks run one after another, in an order drawn from a seed. A block's threads are
+// fibers; at each barrier or shuffle the next fiber is drawn, too. The launch reports faults: an
+// access outside of the memory that the test has registered, a misaligned access, a barrier that
+// not all threads reach.
 
 #include <csetjmp>
 #include <cmath>
@@ -295,7 +296,9 @@ inline void multiply_tiles(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
   memcpy(all[threadIdx.x % 32], own, sizeof own);
   shim::wait(shim::warps[warp], 32);
-  const auto half = [&](u32 thread, u32 word, u32 k) { return shim::widen_half<BF16>(all[thread][word] >> k % 2 * 16 & 0xffffu); };
+  const auto half = [&](u32 thread, u32 word, u32 k) {
+    return shim::widen_half<BF16>(all[thread][word] >> k % 2 * 16 & 0xffffu);
+  };
   for (u32 e = 0; e < 4; e++)
     for (u32 k = 0; k < 16; k++)
       c[e] += half(4 * i + k % 8 / 2, k / 8 * 2 + e / 2, k) * half(4 * (j + e % 2) + k % 8 / 2, 4 + k / 8, k);

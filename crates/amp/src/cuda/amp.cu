@@ -1,7 +1,8 @@
-// Kernels: `cast`; `unscale`, which checks and unscales gradients; `update`, which updates the loss scale.
+// Kernels: `cast`; `unscale`, which checks and unscales gradients; `update`, which updates the loss
+// scale.
 //
-// Compiled after `ptx.h` and `device.h`: `cast` for each pair of types, set by the macros `FROM` and `TO`
-// (`F32`, `F16`, `Bf16`), the others once, without these macros.
+// Compiled after `ptx.h` and `device.h`: `cast` for each pair of types, set by the macros `FROM`
+// and `TO` (`F32`, `F16`, `Bf16`), the others once, without these macros.
 //
 // `scaler.rs` and `mod.rs` fill the structs, field by field.
 
@@ -31,7 +32,8 @@ struct UnscaleJob {
   /// Sums of the chunks; then a `u32` for each, which `add_to_tree` counts.
   double* sum;
   Scaler* scaler;
-  /// `how` has flags: `WRITES` stores the unscaled gradients, `ADDS` adds to the norm of earlier launches.
+  /// `how` has flags: `WRITES` stores the unscaled gradients, `ADDS` adds to the norm of earlier
+  /// launches.
   u32 chunks, how;
 };
 enum { WRITES = 1, ADDS = 2 };
@@ -40,7 +42,8 @@ enum { WRITES = 1, ADDS = 2 };
 
 template <class S, class D>
 DEVICE void cast_of(const CastJob& job) {
-  // The wider type is accessed by 16 bytes, so that neighbouring threads access neighbouring bytes of both.
+  // The wider type is accessed by 16 bytes, so that neighbouring threads access neighbouring bytes
+  // of both.
   constexpr int WIDEST = sizeof(typename S::Bits) > sizeof(typename D::Bits) ? sizeof(typename S::Bits)
                                                                              : sizeof(typename D::Bits);
   constexpr int V = 16 / WIDEST, AT_ONCE = 4;
@@ -83,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast(const CastJob job)
 
 DEVICE float inverse(float scale) { return (float)(1 / (double)scale); }
 
-/// Returns the sum of squares of a span multiplied by `factor`; sets `bad` on overflow. Stores the products
-/// if `write`.
+/// Returns the sum of squares of a span multiplied by `factor`; sets `bad` on overflow. Stores the
+/// products if `write`.
 template <class G>
 DEVICE double unscale_span(u64 grad, u32 count, float factor, bool guarded, bool write, bool& bad) {
   constexpr int W = 16 / sizeof(typename G::Bits);

@@ -1,15 +1,18 @@
-// Attention without scores in memory, of halves and heads of at most 64, forward and backward: FlashAttention-2 (Dao,
-// https://arxiv.org/abs/2307.08691), with the gradients of queries and of keys in a kernel each, so that every sum has one
-// order. Compiled after `rows.cu`. It needs tensor cores (`ptx.h`); programs without halves have no code for it.
+// Attention without scores in memory, of halves and heads of at most 64, forward and backward:
+// FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691), with the gradients of queries and of
+// keys in a kernel each, so that every sum has one order. Compiled after `rows.cu`. It needs tensor
+// cores (`ptx.h`); programs without halves have no code for it.
 //
-// A warp has 16 rows of a block's 128, whose operand stays in registers, and goes through the other operands by tiles of
-// 64 rows, which the block reads ahead and keeps twice. Columns past the head's depth are zeros.
+// A warp has 16 rows of a block's 128, whose operand stays in registers, and goes through the other
+// operands by tiles of 64 rows, which the block reads ahead and keeps twice. Columns past the
+// head's depth are zeros.
 
 template <class A, class B> struct Same { static constexpr bool YES = false; };
 template <class A> struct Same<A, A> { static constexpr bool YES = true; };
 constexpr bool IS_BF16 = Same<T, Bf16>::YES;
 
-/// Blocks of a multiprocessor backward: from compute capability 10.0 on, registers for two would spill.
+/// Blocks of a multiprocessor backward: from compute capability 10.0 on, registers for two would
+/// spill.
 #if __CUDA_ARCH__ >= 1000
 constexpr u32 BACKWARD_BLOCKS = 1;
 #else
@@ -21,11 +24,13 @@ constexpr u32 SIDE = 64, BAND = 16, BANDS = THREADS / WARP * BAND;
 struct alignas(16) Eight { u32 w[4]; };
 typedef Eight Square[SIDE][SIDE / 8 + 1];
 
-/// Where the rows of an operand are: of head `h` of sample `n` from `h * head + n * step` on, `line` elements apart.
+/// Where the rows of an operand are: of head `h` of sample `n` from `h * head + n * step` on,
+/// `line` elements apart.
 struct Place { u64 at; u32 head, step, line, depth; };
 
-/// `y = softmax(scale * q * k^T) * v`. Query `i` sees its first `i % seen + 1` keys, or all if `seen` is 0. `lse` is the
-/// binary logarithm of each row's sum of exponentials, `along` the product of `y` and `dy`, both of f32.
+/// `y = softmax(scale * q * k^T) * v`. Query `i` sees its first `i % seen + 1` keys, or all if
+/// `seen` is 0. `lse` is the binary logarithm of each row's sum of exponentials, `along` the
+/// product of `y` and `dy`, both of f32.
 struct AttentionJob {
   Place q, k, v, y, dy, dq, dk, dv;
   u64 lse, along;
@@ -78,7 +83,8 @@ template <u32 N>
 struct Sums {
   float of[N][4];
 
-  /// The product with the rows `first..` of a tile, one for each column, of which the last are left out.
+  /// The product with the rows `first..` of a tile, one for each column, of which the last are left
+  /// out.
   DEVICE void multiply(const Left& left, Square& tile, u32 first, u32 columns) {
 #pragma unroll
     for (u32 n = 0; n < N; n++) {
@@ -94,7 +100,8 @@ struct Sums {
       }
     }
   }
-  /// Adds the product of `left`, as halves, with the rows `first..` of a tile, of which the last are left out.
+  /// Adds the product of `left`, as halves, with the rows `first..` of a tile, of which the last
+  /// are left out.
   template <u32 M>
   DEVICE void add(const Sums<M>& left, Square& tile, u32 first, u32 rows) {
 #pragma unroll
@@ -138,7 +145,8 @@ DEVICE void load_band(Left& left, Square (&tiles)[2], u64 base, const Place& pla
 DEVICE float sum_of_four(float x) { return x += exchange(x, 1), x + exchange(x, 2); }
 DEVICE float largest_of_four(float x) { return x = fmaxf(x, exchange(x, 1)), fmaxf(x, exchange(x, 2)); }
 
-/// The warp's 16 queries of a block of 128, the later ones first: under a causal mask they take longest.
+/// The warp's 16 queries of a block of 128, the later ones first: under a causal mask they take
+/// longest.
 struct Queries {
   u32 pair, block, first;
   /// Of the thread's two rows.

@@ -3,8 +3,8 @@
 /// Matrices, one after another, each to be transposed.
 struct TransposeJob { u64 x, y; u32 count, rows, columns, unused; };
 
-/// A block takes a tile at a time: of 32 x 32, or all rows or columns where there are fewer, and as many of the others as
-/// there is shared memory for.
+/// A block takes a tile at a time: of 32 x 32, or all rows or columns where there are fewer, and as
+/// many of the others as there is shared memory for.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) transpose(const TransposeJob job) {
   constexpr u32 MOST = 8192;
   __shared__ T::Bits tile[MOST + WARP];
@@ -29,14 +29,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) transpose(const Transpo
   }
 }
 
-/// Whether threads take `WIDE` adjacent channels: where all `addresses`, or-ed together, allow it. Else they take one.
+/// Whether threads take `WIDE` adjacent channels: where all `addresses`, or-ed together, allow it.
+/// Else they take one.
 DEVICE bool is_wide(u64 addresses, u32 channels) { return addresses % 16 == 0 && channels % WIDE == 0; }
 
 /// Channels of a block: their numbers of a row lie together.
 constexpr u32 SLICE = 64;
 
-/// A block's part of the rows and its channels. Each thread has `MANY` adjacent channels, a pack, of every `at_once`-th
-/// row between `from` and `to`.
+/// A block's part of the rows and its channels. Each thread has `MANY` adjacent channels, a pack,
+/// of every `at_once`-th row between `from` and `to`.
 template <u32 MANY>
 struct Tile {
   u32 part, first, across, at_once, channel, from, to;
@@ -50,8 +51,8 @@ struct Tile {
     from = (u32)(rows * part / job.parts) + row, to = (u32)(rows * (part + 1) / job.parts);
     if (row >= at_once) from = to;
   }
-  /// Goes through the thread's packs, `AT_ONCE` at a time: calls `read(k, i)` for each, which begins at element `i`, then
-  /// `use(k, i)`.
+  /// Goes through the thread's packs, `AT_ONCE` at a time: calls `read(k, i)` for each, which
+  /// begins at element `i`, then `use(k, i)`.
   template <u32 AT_ONCE, class Read, class Use>
   DEVICE void each(const NormJob& job, Read read, Use use) const {
     const auto place = [&](u32 row, u32 k) { return (u64)(row + k * at_once) * job.channels + channel; };
@@ -67,7 +68,8 @@ struct Tile {
   }
 };
 
-/// Adds up what the threads of a block have for each channel, as one of the two numbers of its part.
+/// Adds up what the threads of a block have for each channel, as one of the two numbers of its
+/// part.
 template <u32 MANY>
 DEVICE void fold_rows(const NormJob& job, const Tile<MANY>& tile, u32 number, const double (&own)[MANY]) {
   __shared__ double all[MANY * THREADS];
@@ -83,12 +85,13 @@ DEVICE void fold_rows(const NormJob& job, const Tile<MANY>& tile, u32 number, co
   }
 }
 
-/// Mean, and sum of the squares of the distances from it, of more and more values: as a difference of sums the latter
-/// would cancel. Follows: Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample
-/// variances, 1979.
+/// Mean, and sum of the squares of the distances from it, of more and more values: as a difference
+/// of sums the latter would cancel. Follows: Chan, Golub and LeVeque, Updating formulae and a
+/// pairwise algorithm for computing sample variances, 1979.
 struct Spread {
   float mean, squares;
-  /// Adds `many` values with this mean and these squares to `count`; `share` is `many / (count + many)`.
+  /// Adds `many` values with this mean and these squares to `count`; `share` is `many / (count +
+  /// many)`.
   DEVICE void add(float of, float around, float count, float share) {
     const float apart = of - mean;
     mean += apart * share, squares += around + apart * apart * (count * share);
@@ -145,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) moments_last(const Norm
 /// Columns of a block that adds up parts, and how many parts it takes at a time.
 constexpr u32 OWN = 8, PARTS_AT_ONCE = THREADS / OWN;
 
-/// Adds up what `add(sums, part)` adds for the parts of the thread's column, `threadIdx.x % OWN`: in the first `OWN` threads.
+/// Adds up what `add(sums, part)` adds for the parts of the thread's column, `threadIdx.x % OWN`:
+/// in the first `OWN` threads.
 template <u32 N, class Add>
 DEVICE void fold_parts(double (&sums)[N], u32 parts, Add add) {
   __shared__ double all[N][THREADS / WARP][OWN];
@@ -233,7 +237,8 @@ DEVICE void sums_of_rows(const NormJob& job) {
 
 /// The sums of `dy` and of `dy * (x - mean)` of each channel's part.
 extern "C" __global__ void __launch_bounds__(THREADS, 3) norm_sums_last(const NormJob job) {
-  if (!is_wide(job.x | job.dy | job.y, job.channels)) return job.relu ? sums_of_rows<1, true>(job) : sums_of_rows<1, false>(job);
+  if (!is_wide(job.x | job.dy | job.y, job.channels))
+    return job.relu ? sums_of_rows<1, true>(job) : sums_of_rows<1, false>(job);
   job.relu ? sums_of_rows<WIDE, true>(job) : sums_of_rows<WIDE, false>(job);
 }
 
@@ -258,11 +263,13 @@ DEVICE void backward_of_rows(const NormJob& job) {
   });
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 3) norm_backward_last(const NormJob job) {
-  if (!is_wide(job.x | job.dy | job.dx | job.y, job.channels)) return job.relu ? backward_of_rows<1, true>(job) : backward_of_rows<1, false>(job);
+  if (!is_wide(job.x | job.dy | job.dx | job.y, job.channels))
+    return job.relu ? backward_of_rows<1, true>(job) : backward_of_rows<1, false>(job);
   job.relu ? backward_of_rows<WIDE, true>(job) : backward_of_rows<WIDE, false>(job);
 }
 
-/// A moving average: `running += momentum * (factor * batch - running)` of means, with a factor of 1, and of variances.
+/// A moving average: `running += momentum * (factor * batch - running)` of means, with a factor of
+/// 1, and of variances.
 struct TrackJob { u64 mean, var, batch_mean, batch_var; u32 channels; float momentum, factor; u32 unused; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) track(const TrackJob job) {

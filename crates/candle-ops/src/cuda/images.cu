@@ -1,7 +1,8 @@
-// Kernels over images, compiled after `ops.cu`: conversion of bytes, convolution, batch normalisation, pooling.
+// Kernels over images, compiled after `ops.cu`: conversion of bytes, convolution, batch
+// normalisation, pooling.
 
-/// `(byte / 255 - mean) / std`; plane `i` is of channel `i % channels`. `by` has the means of the channels, then their
-/// deviations, as f32.
+/// `(byte / 255 - mean) / std`; plane `i` is of channel `i % channels`. `by` has the means of the
+/// channels, then their deviations, as f32.
 struct BytesJob { u64 x, y, by; u32 planes, pixels, channels, unused; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) scale_bytes(const BytesJob job) {
@@ -27,8 +28,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scale_bytes(const Bytes
 
 // Convolution: the columns whose product with the weights it is.
 
-/// Images `[image][channel][height][width]` and their columns: tap `d`, of `channels` times the kernel's, of output
-/// pixel `p` of an image is at `image * per_image + d * per_tap + p`.
+/// Images `[image][channel][height][width]` and their columns: tap `d`, of `channels` times the
+/// kernel's, of output pixel `p` of an image is at `image * per_image + d * per_tap + p`.
 struct ColumnsJob {
   u64 x, columns, per_image, per_tap;
   u32 images, channels, height, width, out_height, out_width, kernel_height, kernel_width, stride, padding;
@@ -98,10 +99,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) col2im(const ColumnsJob
   }
 }
 
-/// Batch normalisation of images `[image][channel][pixel]`; parameters, statistics and their gradients are f32.
+/// Batch normalisation of images `[image][channel][pixel]`; parameters, statistics and their
+/// gradients are f32.
 struct NormJob {
   u64 x, y, dy, dx, gamma, beta, mean, var;
-  /// Gradients of the parameters, or 0. `along`: for each channel, the gradient through the statistics.
+  /// Gradients of the parameters, or 0. `along`: for each channel, the gradient through the
+  /// statistics.
   u64 dgamma, dbeta, along;
   /// Two numbers for each part of a channel.
   double* part;
@@ -203,8 +206,8 @@ DEVICE void load_gradient(float (&dy)[WIDE], const NormJob& job, u64 i, u32 many
   for (u32 j = 0; j < many; j++) dy[j] = y[j] <= 0 ? 0 : dy[j];
 }
 
-/// Gradients of the parameters, and the means of `dy` and of `dy * (x - mean)`: `channels * parts` blocks. Without
-/// an `x`, that of a bias.
+/// Gradients of the parameters, and the means of `dy` and of `dy * (x - mean)`: `channels * parts`
+/// blocks. Without an `x`, that of a bias.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_sums(const NormJob job) {
   const u32 channel = blockIdx.x / job.parts;
   const float mean = job.x ? load_one<F32>(job.mean, channel) : 0;
@@ -287,7 +290,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool(const PoolJob 
   }
 }
 
-/// `x` is the gradient of the input, `y` that of the result: each pixel gathers from the windows that it is in.
+/// `x` is the gradient of the input, `y` that of the result: each pixel gathers from the windows
+/// that it is in.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool_backward(const PoolJob job) {
   const u32 pixels = job.height * job.width, all = job.planes * stretches(pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {

@@ -1,8 +1,9 @@
 // The operators' kernels, forward and backward.
 //
-// Compiled after `ptx.h` and `device.h` for each element type, given by the macro `TYPE` (`F32`, `F16`, `Bf16`).
-// All compute in f32 and round once, to nearest even, when they write. Sums have a fixed order: results do not depend
-// on the launch. A warp takes a row, or a stretch of one; a plane of an image is a row.
+// Compiled after `ptx.h` and `device.h` for each element type, given by the macro `TYPE` (`F32`,
+// `F16`, `Bf16`). All compute in f32 and round once, to nearest even, when they write. Sums have a
+// fixed order: results do not depend on the launch. A warp takes a row, or a stretch of one; a
+// plane of an image is a row.
 //
 // Addresses are numbers; the Rust function of a kernel's name fills its struct.
 
@@ -28,8 +29,8 @@ DEVICE void store(u64 base, u64 i, u32 many, const float (&x)[WIDE]) {
   p.store(p.at(base, i));
 }
 
-/// Takes `step` threads through a row, `many` elements of each at a time: `WIDE` where all `addresses`, or-ed
-/// together, allow it, else one.
+/// Takes `step` threads through a row, `many` elements of each at a time: `WIDE` where all
+/// `addresses`, or-ed together, allow it, else one.
 template <class Visit>
 DEVICE void sweep(u64 addresses, u64 count, u64 first, u64 step, Visit visit) {
   const u64 packed = addresses % 16 == 0 ? count / WIDE * WIDE : 0;
@@ -124,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) add_to_f32(const MapJob
   });
 }
 
-/// `y` is `x` of another type, 16 bytes of f32 at a time, four such loads of a thread before its stores.
+/// `y` is `x` of another type, 16 bytes of f32 at a time, four such loads of a thread before its
+/// stores.
 template <class From, class To>
 DEVICE void convert(const MapJob& job) {
   constexpr int MANY = 4, AT_ONCE = 4;
@@ -151,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cast_to_f32(const MapJo
 
 struct Gelu { float value, slope; };
 
-/// The formula of the CPU (`Real::gelu`), for halves with a power and a quotient that are right but for 1e-5. Clamped,
-/// since infinity times zero is NaN; the results do not change beyond.
+/// The formula of the CPU (`Real::gelu`), for halves with a power and a quotient that are right but
+/// for 1e-5. Clamped, since infinity times zero is NaN; the results do not change beyond.
 DEVICE Gelu gelu_of(float x) {
   const float bounded = x < -13 ? -13 : x > 13 ? 13 : x; // Keeps NaN.
   const float u = fabsf(bounded) * 0.70710678f, bottom = 1 + 0.3275911f * u;
@@ -175,7 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu_backward(const Map
   map<true>(job, [](float x, float dy) { return dy * gelu_of(x).slope; });
 }
 
-/// Adds a bias in place: row `i` gets bias `i % channels`; if `channels` is 0, each row gets a row of biases.
+/// Adds a bias in place: row `i` gets bias `i % channels`; if `channels` is 0, each row gets a row
+/// of biases.
 struct BiasJob { u64 y, bias; u32 rows, count, channels, unused; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) add_bias(const BiasJob job) {

@@ -1,8 +1,8 @@
-// Kernels over rows, compiled after `ops.cu`: softmax, layer normalisation, cross entropy, rows of a table, sums of
-// columns.
+// Kernels over rows, compiled after `ops.cu`: softmax, layer normalisation, cross entropy, rows of
+// a table, sums of columns.
 //
-// A row of at most `HELD` elements for each thread of a block is held in registers, so that it is read once; longer rows
-// are read from the cache again.
+// A row of at most `HELD` elements for each thread of a block is held in registers, so that it is
+// read once; longer rows are read from the cache again.
 
 DEVICE float sum_of_warp(float x) { return (float)fold_threads(x, 1, WARP); }
 /// Skips NaN.
@@ -27,8 +27,8 @@ DEVICE float largest_of_line(u32 count, F f) {
 
 constexpr u32 HELD = 8;
 
-/// Some warps of a block, 1, 2, 4 or 8, that hold a row together: thread `i` of the team has the elements `i`,
-/// `i + threads`, ... All teams of a block go through their rows in step.
+/// Some warps of a block, 1, 2, 4 or 8, that hold a row together: thread `i` of the team has the
+/// elements `i`, `i + threads`, ... All teams of a block go through their rows in step.
 struct Team {
   u32 warps;
 
@@ -72,8 +72,9 @@ struct Team {
   }
 };
 
-/// Softmax; of the first `i % seen + 1` values of row `i` only, unless `seen` is 0. Backward, `x` is the gradient of
-/// the input. A result may overwrite its input. `team` is the warps of a team that holds a row, or 0.
+/// Softmax; of the first `i % seen + 1` values of row `i` only, unless `seen` is 0. Backward, `x`
+/// is the gradient of the input. A result may overwrite its input. `team` is the warps of a team
+/// that holds a row, or 0.
 struct SoftmaxJob { u64 x, y, dy; u32 rows, count, seen, team; };
 
 DEVICE u32 seen_of(const SoftmaxJob& job, u32 row) {
@@ -132,9 +133,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) softmax_backward(const 
   }
 }
 
-/// Layer normalisation; parameters are f32. Forward writes each row's mean and inverse deviation to `lines`, backward
-/// reads them. Backward of rows that a team holds writes the sums of `dy`, and of `dy` times the normalised `x`, by
-/// column and block to `part`; `column_sums` sums those of longer rows.
+/// Layer normalisation; parameters are f32. Forward writes each row's mean and inverse deviation to
+/// `lines`, backward reads them. Backward of rows that a team holds writes the sums of `dy`, and of
+/// `dy` times the normalised `x`, by column and block to `part`; `column_sums` sums those of longer
+/// rows.
 struct LayerNormJob {
   u64 x, y, dy, dx, gamma, beta, lines;
   double* part;
@@ -237,16 +239,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm_backward(con
   }
 }
 
-/// Sums of the columns of `dy`; and, if there is an `x`, of `dy` times the normalised `x`: those of each part of the
-/// rows, for `fold_columns`.
+/// Sums of the columns of `dy`; and, if there is an `x`, of `dy` times the normalised `x`: those of
+/// each part of the rows, for `fold_columns`.
 struct ColumnSumsJob {
   u64 x, dy, lines;
   double* part;
   u32 rows, count, parts, unused;
 };
 
-/// Sums over the warps of a block: `x[j]` of lane `i` is column `i * WIDE + j` of the tile, or `j * WARP + i` if it is not
-/// packed.
+/// Sums over the warps of a block: `x[j]` of lane `i` is column `i * WIDE + j` of the tile, or `j *
+/// WARP + i` if it is not packed.
 DEVICE void write_tile(const float (&x)[WIDE], bool packed, double* to, u32 columns) {
   __shared__ float all[THREADS / WARP][WARP * WIDE];
   __syncthreads(); // The previous numbers were read.
@@ -306,8 +308,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_columns(const Fold
   else store_one<F32>(job.dot, column - job.count, (float)sum);
 }
 
-/// The mean of `-log softmax(x)[label]`, f32, or, given its gradient `dy`, f32, that of `x`. Forward writes the largest
-/// number of each row to `lines`, and one over its sum of `exp(x - largest)`.
+/// The mean of `-log softmax(x)[label]`, f32, or, given its gradient `dy`, f32, that of `x`.
+/// Forward writes the largest number of each row to `lines`, and one over its sum of `exp(x -
+/// largest)`.
 struct LossJob {
   u64 x, labels, y, dy, dx, lines;
   double* part;
@@ -368,8 +371,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy_backward(
   }
 }
 
-/// Row `ids[i]` of `table` for each `i`; backward, `table` is its gradient, all zeros, and `rows` those of the result.
-/// Ids are 64 bits wide and were checked on the host. `ends` has two numbers for each row of the table, zeros at first.
+/// Row `ids[i]` of `table` for each `i`; backward, `table` is its gradient, all zeros, and `rows`
+/// those of the result. Ids are 64 bits wide and were checked on the host. `ends` has two numbers
+/// for each row of the table, zeros at first.
 struct EmbeddingJob {
   u64 ids, table, rows;
   u32* ends;
@@ -391,7 +395,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) embedding(const Embeddi
   }
 }
 
-/// Writes the positions between which an id comes: `count` less the first, and one more than the last.
+/// Writes the positions between which an id comes: `count` less the first, and one more than the
+/// last.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) ends_of_ids(const EmbeddingJob job) {
   for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < job.count; i += gridDim.x * THREADS) {
     u32* const ends = job.ends + 2 * (u64)id_of(job, i);
@@ -400,8 +405,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) ends_of_ids(const Embed
   }
 }
 
-/// Writes to `found` which of `SEARCHED` positions from `first` on, before `end`, have this id, in order. Returns their
-/// number.
+/// Writes to `found` which of `SEARCHED` positions from `first` on, before `end`, have this id, in
+/// order. Returns their number.
 constexpr u32 SEARCHED = 4 * THREADS;
 DEVICE u32 find_id(const EmbeddingJob& job, u32 id, u32 first, u32 end, u32 (&found)[SEARCHED]) {
   constexpr u32 EACH = SEARCHED / THREADS;
@@ -426,7 +431,8 @@ DEVICE u32 find_id(const EmbeddingJob& job, u32 id, u32 first, u32 end, u32 (&fo
   return all;
 }
 
-/// A block adds up `THREADS` columns of the rows of an id, in order, if its position is the id's first.
+/// A block adds up `THREADS` columns of the rows of an id, in order, if its position is the id's
+/// first.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) embedding_backward(const EmbeddingJob job) {
   // Loads in flight: an id that comes often is a long sum.
   constexpr u32 AT_ONCE = 16;

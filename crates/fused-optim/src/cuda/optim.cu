@@ -1,17 +1,20 @@
-// Multi-tensor optimizer kernels. A step launches `finish_grad_stats`, then for each class of tensors `step`, for
-// rules of two sweeps `first_sweep`, `row_factors` and `step`. `grad_stats` reads gradients before the step;
-// `average` updates moving averages of weights and is no part of a step.
+// Multi-tensor optimizer kernels. A step launches `finish_grad_stats`, then for each class of
+// tensors `step`, for rules of two sweeps `first_sweep`, `row_factors` and `step`. `grad_stats`
+// reads gradients before the step; `average` updates moving averages of weights and is no part of a
+// step.
 //
-// Compiled after `ptx.h`, `device.h` and `rules.h`: once without `RULE` for the kernels that all rules share, and
-// once for each rule and types, given by macros: `RULE` (a type of `rules.h`), `SWEEPS` (1 or 2), `GRAD` and `WEIGHT`
-// (`F32`, `F16`, `Bf16`), `MASTER` (whether a half weight has one), `SWEEP` (elements that a warp updates at a time)
-// and `PACK` (elements of each stream that a thread loads at a time: 4 or 8; 0 chooses by the types).
+// Compiled after `ptx.h`, `device.h` and `rules.h`: once without `RULE` for the kernels that all
+// rules share, and once for each rule and types, given by macros: `RULE` (a type of `rules.h`),
+// `SWEEPS` (1 or 2), `GRAD` and `WEIGHT` (`F32`, `F16`, `Bf16`), `MASTER` (whether a half weight
+// has one), `SWEEP` (elements that a warp updates at a time) and `PACK` (elements of each stream
+// that a thread loads at a time: 4 or 8; 0 chooses by the types).
 //
-// All inputs of a step are in device memory; `Ctl`, `Group` and `Progress` change from step to step. No launch depends
-// on a value that the host has to wait for, so a step can be captured in a CUDA graph.
+// All inputs of a step are in device memory; `Ctl`, `Group` and `Progress` change from step to
+// step. No launch depends on a value that the host has to wait for, so a step can be captured in a
+// CUDA graph.
 //
-// Invariant: an element's result depends on that element and on sums in the order of `cpu/sum.rs`. So grid, order of
-// threads and alignment change no bit.
+// Invariant: an element's result depends on that element and on sums in the order of `cpu/sum.rs`.
+// So grid, order of threads and alignment change no bit.
 //
 // The structs are those of `table.rs`, field by field.
 
@@ -76,8 +79,8 @@ struct Job {
   Ctl* ctl;
   /// The step is skipped if this is not 0; may be null.
   const u32* found_inf;
-  /// Gradient statistics: sums of tensors, of all, of groups, of chunks, then intermediate sums. `first_sweep`: sums of
-  /// chunks.
+  /// Gradient statistics: sums of tensors, of all, of groups, of chunks, then intermediate sums.
+  /// `first_sweep`: sums of chunks.
   double* sum;
   /// Gradient statistics: counters of `add_to_tree` for each chunk.
   u32* arrived;
@@ -120,8 +123,8 @@ struct GradMap {
 template <bool CHOICE, class A, class B> struct Either { typedef A type; };
 template <class A, class B> struct Either<false, A, B> { typedef B type; };
 
-/// A tensor's memory from one element on. `P` is the type that the rule reads and writes: the weight's, or the master's
-/// if the weight is its rounded copy (`COPY`).
+/// A tensor's memory from one element on. `P` is the type that the rule reads and writes: the
+/// weight's, or the master's if the weight is its rounded copy (`COPY`).
 template <class G, class W, bool COPY, int SLOTS>
 struct Streams {
   typedef typename Either<COPY, F32, W>::type P;
@@ -152,7 +155,8 @@ struct Streams {
 
   DEVICE float average(float old, float x) const { return old * ema_decay + x * (1 - ema_decay); }
 
-  /// Updates `V` elements. `update(p, g, state)` returns the new parameter. Stores the state if `STATE`.
+  /// Updates `V` elements. `update(p, g, state)` returns the new parameter. Stores the state if
+  /// `STATE`.
   template <bool STATE, class Update>
   DEVICE void pack(u64 i, Update update) const {
     Pack<G, V> g;
@@ -385,8 +389,8 @@ DEVICE double squares(u64 grad, u32 count, GradMap map, bool& nonfinite) {
   return sums[0];
 }
 
-/// Evaluates the host's tree of sums level by level. One thread adds up to 32 neighbours: it waits for memory no longer
-/// than a warp would.
+/// Evaluates the host's tree of sums level by level. One thread adds up to 32 neighbours: it waits
+/// for memory no longer than a warp would.
 DEVICE void fold_levels(const Job& job) {
   for (u32 l = 0; l < job.levels; l++) {
     for (u32 f = job.level[l] + threadIdx.x; f < job.level[l + 1]; f += THREADS) {
@@ -487,8 +491,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) grad_stats(const Job jo
   chunk_stats(job, grad_scale(*job.ctl));
 }
 
-/// Takes statistics of the remaining gradients. The last block computes the total norm and the clipping factors,
-/// decides whether the step is skipped, and updates the loss scale.
+/// Takes statistics of the remaining gradients. The last block computes the total norm and the
+/// clipping factors, decides whether the step is skipped, and updates the loss scale.
 extern "C" __global__ void __launch_bounds__(THREADS, 3) finish_grad_stats(const Job job) {
   Ctl& ctl = *job.ctl;
   const float scale = grad_scale(ctl);

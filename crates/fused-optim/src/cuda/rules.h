@@ -1,7 +1,8 @@
-// The nine rules: for each the numbers of one step and the arithmetic of one element, line by line as in
-// `src/rules/*.rs`, which document them. `h` is the result of `DeviceHyper::numbers`.
+// The nine rules: for each the numbers of one step and the arithmetic of one element, line by line
+// as in `src/rules/*.rs`, which document them. `h` is the result of `DeviceHyper::numbers`.
 //
-// Numbers are computed in f64, only by operations that IEEE 754 rounds correctly, so they have the host's bits.
+// Numbers are computed in f64, only by operations that IEEE 754 rounds correctly, so they have the
+// host's bits.
 
 /// `base` to the power of `exponent`, by squaring: as `rule::power`.
 DEVICE double power(double base, u64 exponent) {
@@ -147,8 +148,8 @@ struct RmsPropTf {
   enum { SLOTS = 1 + CENTERED + MOMENTUM };
   float decay, weight_decay, one_minus_alpha, eps, momentum, lr_before, lr_after;
 
-  /// `h[5]`: the decay is coupled (0), decoupled (1), or decoupled and multiplied by `lr` (2). `h[6]`: `lr` is inside
-  /// the momentum.
+  /// `h[5]`: the decay is coupled (0), decoupled (1), or decoupled and multiplied by `lr` (2).
+  /// `h[6]`: `lr` is inside the momentum.
   DEVICE RmsPropTf(const double* h, u64) {
     one_minus_alpha = (float)(1 - h[1]), eps = (float)h[2], momentum = (float)h[4];
     decay = h[5] == 0 ? 0 : (float)(h[3] * (h[5] == 2 ? h[0] : 1));
@@ -187,8 +188,8 @@ struct Sgd {
   }
 };
 
-// Rules of two sweeps: the first calls `state` and `direction`, the second `direction` and `apply`, with the `factor`
-// and `projected` computed from the sums.
+// Rules of two sweeps: the first calls `state` and `direction`, the second `direction` and `apply`,
+// with the `factor` and `projected` computed from the sums.
 //
 // Products of two f32 are exact in f64, so `fma` rounds as an addition of them does.
 
@@ -247,7 +248,8 @@ struct AdamP {
     lanes[2][j] = fma(g, g, lanes[2][j]), lanes[3][j] = fma(g, p, lanes[3][j]);
   }
 
-  /// Whether the cosine of gradient and weight is below `δ/√cols`. `h[5]` is δ; `h[8]`: ε is a lower bound, not added.
+  /// Whether the cosine of gradient and weight is below `δ/√cols`. `h[5]` is δ; `h[8]`: ε is a
+  /// lower bound, not added.
   static DEVICE bool scale_invariant(const double* h, const double* sums, u64 cols) {
     const double g = sqrt(sums[2]), p = sqrt(sums[0]), eps = h[3];
     const double cosine = h[8] != 0 ? fabs(sums[3]) / fmax(g, eps) / fmax(p, eps)

@@ -40,12 +40,16 @@ def hyper(rng, kind, steps):
     if kind == "adadelta":
         h["rho"] = float(rng.uniform(0.3, 0.99))
     if kind == "adafactor":
-        h |= {"lr": near(0.3), "beta2_decay": float(rng.uniform(-1, -0.3)), "d": float(rng.choice([1.0, rng.uniform(1, 1.5)]))}
-        h["eps"] = [float(rng.choice([2.0**-23, rng.uniform(0.1, 1.5)])), float(rng.choice([1e-3, rng.uniform(0.5, 2)]))]
+        h |= {"lr": near(0.3), "beta2_decay": float(rng.uniform(-1, -0.3)),
+              "d": float(rng.choice([1.0, rng.uniform(1, 1.5)]))}
+        h["eps"] = [float(rng.choice([2.0**-23, rng.uniform(0.1, 1.5)])),
+                    float(rng.choice([1e-3, rng.uniform(0.5, 2)]))]
         h["weight_decay"] = float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))
     if kind == "muon":
-        h |= {"lr": near(0.1), "momentum": float(rng.uniform(0.3, 0.95)), "weight_decay": float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))}
-        h |= {"adjust_lr_fn": str(rng.choice(ADJUSTMENTS)), "use_muon": chance(0.8), "ns_steps": int(rng.integers(3, 7))}
+        h |= {"lr": near(0.1), "momentum": float(rng.uniform(0.3, 0.95)),
+              "weight_decay": float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))}
+        h |= {"adjust_lr_fn": str(rng.choice(ADJUSTMENTS)), "use_muon": chance(0.8),
+              "ns_steps": int(rng.integers(3, 7))}
         h |= {"eps": float(rng.choice([1e-7, rng.uniform(1, 30)])), "adamw_eps": 10 ** rng.uniform(-10, -3)}
     if kind == "adamp":
         h |= {"delta": near(0.1), "wd_ratio": float(rng.random()), "cos_eps": str(rng.choice(["add", "torch"]))}
@@ -63,7 +67,8 @@ def hyper(rng, kind, steps):
         h |= {"lr": near(0.1), "weight_decay": float(rng.choice([0.0, rng.uniform(0.1, 1.0)]))}
         h["betas"][0] = float(rng.uniform(0.3, 0.99))
     if kind == "sgd":
-        h |= {"momentum": float(rng.choice([0.0, rng.uniform(0.1, 0.95)])), "dampening": float(rng.choice([0.0, rng.random()]))}
+        h |= {"momentum": float(rng.choice([0.0, rng.uniform(0.1, 0.95)])),
+              "dampening": float(rng.choice([0.0, rng.random()]))}
         h["nesterov"] = h["nesterov"] and h["momentum"] > 0 and h["dampening"] == 0
     return h
 

@@ -13,7 +13,8 @@ def numbers(*shape, dtype=torch.float32):
 
 def main():
     here = Path(__file__).parent
-    # As of a model under `DataParallel`, in MMEngine's checkpoint: a half, a transposed view, a tied weight, a counter.
+    # As of a model under `DataParallel`, in MMEngine's checkpoint: a half, a transposed view, a
+    # tied weight, a counter.
     tied = numbers(5, 3)
     state = OrderedDict(
         [

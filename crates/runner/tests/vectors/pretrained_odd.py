@@ -1,5 +1,5 @@
-"""Writes pretrained_odd.pth: a state dict in the form of torch.save (PyTorch 1.6 or later), with a channels-last weight, an
-expanded one, f64, int8 and uint8. Written without PyTorch, 2026-11-28."""
+"""Writes pretrained_odd.pth: a state dict in the form of torch.save (PyTorch 1.6 or later), with a channels-last
+weight, an expanded one, f64, int8 and uint8. Written without PyTorch, 2026-11-28."""
 
 import io
 import pickle

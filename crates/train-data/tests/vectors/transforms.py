@@ -84,7 +84,8 @@ def jittered(rng, count, largest):
     names = ["brightness", "contrast", "saturation", "hue"]
     for i in range(count):
         height, width = sizes(rng, largest)[:2]
-        factor = float(rng.uniform(-0.5, 0.5) if i % 4 == 3 else rng.choice([0, 1, rng.uniform(0, 1), rng.uniform(1, 3)]))
+        factor = float(
+            rng.uniform(-0.5, 0.5) if i % 4 == 3 else rng.choice([0, 1, rng.uniform(0, 1), rng.uniform(1, 3)]))
         out = getattr(F, f"adjust_{names[i % 4]}")(image(3, height, width, i + 1), factor)
         shape = [3, height, width]
         yield {"shape": shape, "seed": i + 1, "name": names[i % 4], "factor": factor, "pixels": planes(out)}

@@ -1,5 +1,5 @@
-// `__half` and `__nv_bfloat16` with what candle's kernels use of NVIDIA's headers: every operation is that
-// of f32, rounded to 16 bits.
+// `__half` and `__nv_bfloat16` with what candle's kernels use of NVIDIA's headers: every operation
+// is that of f32, rounded to 16 bits.
 
 #pragma once
 

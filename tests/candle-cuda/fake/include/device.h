@@ -1,9 +1,10 @@
 // CUDA C++ for a host compiler, as far as candle's kernels need it; put in front of each by `nvcc`.
 //
-// A grid's blocks run one after another. A block's threads are fibers, each of which runs until it ends
-// or waits (at a barrier, in a shuffle); threads that never wait share one. Who has ended is waited for no
-// more; waiting for ever is a fault that the launch reports, and a false assertion ends the process. Memory is
-// the host's own: what a kernel touches is known from the types of its arguments alone.
+// A grid's blocks run one after another. A block's threads are fibers, each of which runs until it
+// ends or waits (at a barrier, in a shuffle); threads that never wait share one. Who has ended is
+// waited for no more; waiting for ever is a fault that the launch reports, and a false assertion
+// ends the process. Memory is the host's own: what a kernel touches is known from the types of its
+// arguments alone.
 
 #pragma once
 
@@ -146,8 +147,8 @@ inline bool run_block() {
   }
 }
 
-// A kernel's arguments: how large each is, and whether it is a value, a pointer to read by, or one to
-// write by.
+// A kernel's arguments: how large each is, and whether it is a value, a pointer to read by, or one
+// to write by.
 struct Argument { unsigned size, kind; };
 struct Kernel {
   const char *name;

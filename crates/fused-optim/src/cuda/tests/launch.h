@@ -1,4 +1,5 @@
-// The last part of the file that the shim compiles: launches the kernels of one rule, for all types.
+// The last part of the file that the shim compiles: launches the kernels of one rule, for all
+// types.
 
 // The sizes in `table.rs`.
 static_assert(sizeof(Tensor) == 112 && sizeof(Group) == 112 && sizeof(Progress) == 24 &&
@@ -25,7 +26,8 @@ static const char* launch_of(const char* kernel, const Job* job, u32 blocks, u64
   return shim::launch(body, job, blocks, THREADS, seed, ranges, range_count);
 }
 
-/// `types` is the number of the gradient's type (F32, F16, Bf16), plus 3 times the weight's, plus 9 with a master.
+/// `types` is the number of the gradient's type (F32, F16, Bf16), plus 3 times the weight's, plus 9
+/// with a master.
 extern "C" const char* shim_launch(const char* kernel, u32 types, const Job* job, u32 blocks,
                                    u64 seed, const u64* ranges, u32 range_count) {
 #define TYPES(number, G, W, COPY) \

@@ -61,7 +61,8 @@ impl Trainer {
     }
 
     /// The batches of an epoch of a loader, or, after its [`resume`](DataLoader::resume), the rest
-    /// of them; worker threads may load them in advance. The last batch ends in a step.
+    /// of them; worker threads may load them in advance. The last batch ends in a step; of an
+    /// [infinite](train_data::DataLoaderBuilder::infinite) loader there is none.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Module};

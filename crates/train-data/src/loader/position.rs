@@ -81,7 +81,8 @@ impl DataLoader {
     /// #         Ok(Sample::new().with("x", Array::scalar(index as i64)))
     /// #     }
     /// # }
-    /// let builder = || DataLoader::builder(Arc::new(Points), DefaultSampler::new(100)).batch_size(8);
+    /// let sampler = DefaultSampler::new(100);
+    /// let builder = || DataLoader::builder(Arc::new(Points), sampler).batch_size(8);
     /// let loader = builder().build()?;
     /// let mut batches = loader.batches(0);
     /// batches.next().ok_or("no batch")??;

@@ -4,8 +4,8 @@
 //! takes each variable's storage out of its tensor, leaves an empty storage of a type that candle's
 //! operators reject, steps on plain slices, and always puts the storages back, also on errors and
 //! panics. No weight is copied. Variables on a GPU (feature `cuda`, here and of `cuda-rt`) stay in
-//! place and are updated through device pointers, in candle's stream. [`lend`], and `lend_on_gpu` on a GPU, lend
-//! tensors to any caller's step.
+//! place and are updated through device pointers, in candle's stream. [`lend`], and `lend_on_gpu`
+//! on a GPU, lend tensors to any caller's step.
 //!
 //! Limits:
 //!

@@ -39,8 +39,8 @@
 //! # Ok::<(), fused_optim::Error>(())
 //! ```
 //!
-//! A [`DeviceSlice`] can also be made from a slice of cudarc, and, with the feature `candle`, from a
-//! tensor of candle by `DeviceSlice::try_from(&tensor)?`, with `Gpu::try_from(tensor.device())?`.
+//! A [`DeviceSlice`] can also be made from a slice of cudarc, and, with the feature `candle`, from
+//! a tensor of candle by `DeviceSlice::try_from(&tensor)?`, with `Gpu::try_from(tensor.device())?`.
 //! For a tensor on a GPU the feature `cuda` of `cuda-rt` has to build candle for CUDA.
 //!
 //! [`CudaOptimizer`] is unsafe to step, since an address is only a number. [`CudaDeviceOptimizer`]

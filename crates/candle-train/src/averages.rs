@@ -73,7 +73,7 @@ pub struct DataParallel {
 #[derive(Debug)]
 enum Gradients {
     /// In buckets on the host.
-    Host { reducer: Box<Reducer>, dtypes: Vec<DType> },
+    Host { reducer: Box<Reducer>, dtypes: Vec<fused_optim::DType> },
     #[cfg(feature = "cuda")]
     Device(Box<OnGpu>),
 }
@@ -116,7 +116,8 @@ impl DataParallel {
         let is_strict = !find_unused && !options.static_graph;
         let gradients = if vars.iter().all(|var| var.device().is_cpu()) {
             let reducer = Box::new(Reducer::new(group.clone(), params, options)?);
-            Gradients::Host { reducer, dtypes: vars.iter().map(|var| var.dtype()).collect() }
+            let dtypes = vars.iter().map(|var| var.dtype().try_into());
+            Gradients::Host { reducer, dtypes: dtypes.collect::<candle_core::Result<_>>()? }
         } else {
             on_device(&vars[0], params, &group, options)?
         };
@@ -432,9 +433,9 @@ impl Gradients {
     fn slice(&self, index: usize) -> Option<Slice<'_>> {
         match self {
             Self::Host { reducer, dtypes } => match dtypes[index] {
-                DType::F16 => reducer.grad(index).map(Slice::F16),
-                DType::BF16 => reducer.grad(index).map(Slice::Bf16),
-                _ => reducer.grad(index).map(Slice::F32),
+                fused_optim::DType::F32 => reducer.grad(index).map(Slice::F32),
+                fused_optim::DType::F16 => reducer.grad(index).map(Slice::F16),
+                fused_optim::DType::Bf16 => reducer.grad(index).map(Slice::Bf16),
             },
             #[cfg(feature = "cuda")]
             Self::Device(_) => None,

@@ -110,9 +110,14 @@ impl GpuBuckets {
 
     /// The average of a parameter, if it has one. It is valid in the order of candle's stream until
     /// the next pass.
+    ///
+    /// # Panics
+    ///
+    /// If it is of another type than f32, f16 and bf16, which is an error when buckets are laid out.
     #[must_use]
     pub fn grad(&self, index: usize) -> Option<DeviceSlice> {
-        self.reducer.grad(index).map(slice_of)
+        let slice = |buf| slice_of(buf).expect("`laid_out` has refused other types");
+        self.reducer.grad(index).map(slice)
     }
 
     /// As [`DeviceReducer::needs_gradient`].
@@ -254,13 +259,17 @@ impl GpuBuckets {
 }
 
 /// The memory in the types of `fused-optim`.
-fn slice_of(buf: DeviceBuf) -> DeviceSlice {
+fn slice_of(buf: DeviceBuf) -> collective::Result<DeviceSlice> {
     let dtype = match buf.dtype() {
+        collective::DType::F32 => cuda::DType::F32,
         collective::DType::F16 => cuda::DType::F16,
         collective::DType::Bf16 => cuda::DType::Bf16,
-        _ => cuda::DType::F32,
+        other => {
+            let what = format!("gradients of {other}; expected f32, f16 or bf16");
+            return Err(collective::Error::Unsupported { backend: "nccl", what });
+        }
     };
-    DeviceSlice { ptr: buf.address(), len: buf.count(), dtype }
+    Ok(DeviceSlice { ptr: buf.address(), len: buf.count(), dtype })
 }
 
 /// The casts of `amp` for buckets in 16 bits, and the optimizer's statistics of averages.
@@ -303,7 +312,7 @@ impl BucketKernels for Kernels {
         let member = |index: usize| {
             let place = plan.slots()[index];
             let at = buckets[place.bucket].part(place.offset..place.offset + place.count)?;
-            Ok((self.indices[index], slice_of(at)))
+            Ok((self.indices[index], slice_of(at)?))
         };
         let members = plan.buckets().iter().map(|bucket| bucket.params.iter().copied());
         self.members =
@@ -318,9 +327,9 @@ impl BucketKernels for Kernels {
         stream: DeviceStream,
     ) -> collective::Result<()> {
         let gpu = self.open(stream)?;
+        let (from, to) = (slice_of(from)?, slice_of(to)?);
         // SAFETY: the caller vouches for both, in order of the stream.
-        unsafe { amp::cuda::cast(&gpu, slice_of(from), slice_of(to)) }
-            .map_err(|e| kernel("cast a bucket", &e))
+        unsafe { amp::cuda::cast(&gpu, from, to) }.map_err(|e| kernel("cast a bucket", &e))
     }
 
     unsafe fn averaged(

@@ -113,7 +113,8 @@ impl GpuBuckets {
     ///
     /// # Panics
     ///
-    /// If it is of another type than f32, f16 and bf16, which is an error when buckets are laid out.
+    /// If it is of another type than f32, f16 and bf16, which is an error when buckets are laid
+    /// out.
     #[must_use]
     pub fn grad(&self, index: usize) -> Option<DeviceSlice> {
         let slice = |buf| slice_of(buf).expect("`laid_out` has refused other types");

@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut last = 0.0;
         for rows in train.batches(2048, 64, epoch)? {
             let (xs, ys) = batch(&x, &y, &rows)?;
-            let loss = train.step(|| cross_entropy(&net.forward(&xs)?, &ys))?;
+            let loss = train.step(|| cross_entropy(&net.forward(&xs)?, &ys))?.loss;
             last = train.mean(&loss)?;
         }
         train.save(&path, epoch + 1)?;

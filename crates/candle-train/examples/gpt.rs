@@ -216,7 +216,7 @@ fn main() -> std::result::Result<(), Error> {
         let begun = Instant::now();
         for batch in train.batches(windows, BATCH, epoch)?.into_iter().take(BATCHES_PER_EPOCH) {
             let step = train.steps();
-            let loss = train.step(|| loss(&net, tokens, &batch))?;
+            let loss = train.step(|| loss(&net, tokens, &batch))?.loss;
             let (loss, batch) = (train.mean(&loss)?, all_gather_object(train.group(), &batch)?);
             if train.is_main() {
                 let line = serde_json::json!({ "step": step, "loss": loss, "windows": batch });

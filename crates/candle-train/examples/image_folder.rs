@@ -100,7 +100,7 @@ pub(crate) fn train(folder: &Path, run: &Path, epochs: usize) -> Result<f64> {
         let mut last = 0.0;
         for batch in train.batches_of(&images, epoch)? {
             let (images, labels) = tensors(&batch?)?;
-            let loss = train.step(|| cross_entropy(&net.forward(&images)?, &labels))?;
+            let loss = train.step(|| cross_entropy(&net.forward(&images)?, &labels))?.loss;
             last = train.mean(&loss)?;
         }
         train.save(run, epoch + 1)?;

@@ -116,7 +116,7 @@ pub(crate) fn train(files: &[String], run: &Path, steps: u64) -> Result<f64> {
     let mut last = f64::NAN;
     while train.steps() < steps {
         let batch = loader.next_batch()?.ok_or("the files are empty")?;
-        let mean = train.step(loss(&net, &batch)?)?;
+        let mean = train.step(loss(&net, &batch)?)?.loss;
         if train.steps().is_multiple_of(20) || train.steps() == steps {
             last = train.mean(&mean)?;
             train.save_with(run, 0, &loader.position())?;

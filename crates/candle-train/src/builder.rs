@@ -8,7 +8,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use amp::{Autocast, DType, LossScaler, LossScalerOptions};
-use candle_core::Device;
+use candle_core::{Device, Var};
 use candle_nn::VarMap;
 use candle_ops::Context;
 use collective::init::Accelerator;
@@ -16,8 +16,10 @@ use collective::object::all_gather_object;
 use collective::reducer::ReducerOptions;
 use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 use fused_optim::candle::{FromVars, VarOptimizer};
-use fused_optim::{Clip, CpuOptimizer, Optimizer};
-use train_step::Accumulation;
+use fused_optim::{Clip, CpuOptimizer, HyperParam, Optimizer, ParamGroup};
+use train_step::{
+    Accumulation, Multipliers, Paramwise, RunLength, SchedulerConfig, Schedules, TensorSpec,
+};
 
 use crate::averages::DataParallel;
 use crate::exchange::OpenStep;
@@ -37,6 +39,8 @@ pub struct TrainerBuilder {
     clip: Option<Clip>,
     accumulate: usize,
     schedule: Option<Schedule>,
+    schedulers: Option<(RunLength, Vec<SchedulerConfig>)>,
+    groups: Paramwise,
     max_consecutive_skips: usize,
     frozen: Vec<String>,
     seed: u64,
@@ -55,6 +59,8 @@ impl Trainer {
             clip: None,
             accumulate: 1,
             schedule: None,
+            schedulers: None,
+            groups: Paramwise::default(),
             max_consecutive_skips: 100,
             frozen: Vec::new(),
             seed: 0,
@@ -117,6 +123,49 @@ impl TrainerBuilder {
         self
     }
 
+    /// Schedules learning rates and momentum by MMEngine's schedulers, chained in this order, over
+    /// a run of this length. Steps are their iterations, and `length` is in steps; skipped ones do
+    /// not count. Schedulers by epochs must be converted
+    /// ([`convert_to_iter_based`](SchedulerConfig::convert_to_iter_based)), but a
+    /// [`Plateau`](train_step::Plateau), which [`step_metrics`](Trainer::step_metrics) steps. Their
+    /// state is saved; a resumed run goes on with the saved schedulers, and warns by `tracing` if
+    /// they were configured differently.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_train::{AdamWHyper, Trainer};
+    /// use candle_train::train_step::{Floor, Param, RunLength, SchedulerConfig, Shape};
+    /// # let vars = VarMap::new();
+    /// # let _net = candle_nn::linear(2, 4, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    /// let warm_up = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };
+    /// let cosine = Shape::CosineAnnealing { t_max: None, floor: Floor::Value(0.0) };
+    /// let schedulers = [
+    ///     SchedulerConfig { end: Some(100), ..SchedulerConfig::by_iters(Param::Lr, warm_up) },
+    ///     SchedulerConfig { begin: 100, ..SchedulerConfig::by_iters(Param::Lr, cosine) },
+    /// ];
+    /// let builder = Trainer::builder(&vars).schedulers(RunLength::of_iters(10_000), schedulers);
+    /// let train = builder.build(AdamWHyper { lr: 0.01, ..AdamWHyper::default() })?;
+    /// assert_eq!(train.learning_rate(), 0.001);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn schedulers(
+        mut self,
+        length: RunLength,
+        schedulers: impl IntoIterator<Item = SchedulerConfig>,
+    ) -> Self {
+        self.schedulers = Some((length, schedulers.into_iter().collect()));
+        self
+    }
+
+    /// Gives variables their own factors of the learning rate and the weight decay, by name and
+    /// kind, each distinct pair of factors a parameter group:
+    /// [`Paramwise::no_decay_for_norms_and_biases`], for example.
+    pub fn groups(mut self, paramwise: Paramwise) -> Self {
+        self.groups = paramwise;
+        self
+    }
+
     /// Does not train variables with these names, in which `*` matches any text: they have neither
     /// averages nor optimizer state. A variable with several names is not trained if one of them
     /// fits. Adapters of [`lora`](candle_ops::nn::lora()) are trained anyway, so `["*"]` trains
@@ -168,7 +217,17 @@ impl TrainerBuilder {
     /// of range; variables on several devices or of types other than `f32`, `f16` and `bf16`. Ranks
     /// that did not join, or have other variables.
     pub fn build<H: IntoOptimizer>(self, hyper: H) -> Result<Trainer> {
-        self.build_with(|variables, device| hyper.into_optimizer(variables, device))
+        let paramwise = self.groups.clone();
+        self.build_for(|variables, device| {
+            let groups = groups_of(&paramwise, variables)?;
+            let vars: Vec<_> = variables.iter().map(|(_, var)| var.clone()).collect();
+            let indices: Vec<_> = groups.iter().map(|group| group.params.clone()).collect();
+            let mut optimizer = hyper.into_optimizer(&vars, &indices, device)?;
+            for (group, ParamGroup { hyper: factors, .. }) in groups.iter().enumerate() {
+                multiply(&mut *optimizer, group, *factors)?;
+            }
+            Ok(optimizer)
+        })
     }
 
     /// Like [`build`](Self::build), with a custom optimizer for these variables, in this order; for
@@ -179,7 +238,22 @@ impl TrainerBuilder {
     /// The errors of [`build`](Self::build), and those of `make`; variables in no parameter group.
     pub fn build_with(
         self,
-        make: impl FnOnce(&[candle_core::Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
+        make: impl FnOnce(&[Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
+    ) -> Result<Trainer> {
+        let has_groups = self.groups != Paramwise::default();
+        self.build_for(|variables, device| {
+            if has_groups {
+                let text = "`groups` is for `build`: the optimizer of `build_with` has its own";
+                return Err(Error::InvalidArgument(text.to_owned()));
+            }
+            let vars: Vec<_> = variables.iter().map(|(_, var)| var.clone()).collect();
+            Ok(make(&vars, device)?)
+        })
+    }
+
+    fn build_for(
+        self,
+        make: impl FnOnce(&[(String, Var)], &Device) -> Result<Box<dyn Optimizer>>,
     ) -> Result<Trainer> {
         process::keep_freed_memory();
         let own = self.prepare(make);
@@ -195,7 +269,7 @@ impl TrainerBuilder {
         };
         let options = own.as_ref().map(|own| own.options.clone()).map_err(ToString::to_string);
         let compared = check_alike(&group, &options);
-        let Prepared { variables, device, optimizer, base_lrs, scaler, .. } = own?;
+        let Prepared { variables, device, optimizer, base_lrs, schedules, scaler, .. } = own?;
         compared?;
         let averages = DataParallel::of(&variables, group, self.reducer)?;
         if averages.keeps_memory() {
@@ -221,6 +295,7 @@ impl TrainerBuilder {
             statistics: Statistics::default(),
             epoch: None,
             schedule: self.schedule,
+            schedules,
             base_lrs,
             steps: 0,
             skips: 0,
@@ -234,12 +309,11 @@ impl TrainerBuilder {
     /// Checks this rank's options, and makes the optimizer.
     fn prepare(
         &self,
-        make: impl FnOnce(&[candle_core::Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
+        make: impl FnOnce(&[(String, Var)], &Device) -> Result<Box<dyn Optimizer>>,
     ) -> Result<Prepared> {
         let variables = Variables::of(&self.vars, &self.frozen)?;
         let device = variables.params[0].1.device().clone();
-        let vars: Vec<_> = variables.params.iter().map(|(_, var)| var.clone()).collect();
-        let optimizer = make(&vars, &device)?;
+        let mut optimizer = make(&variables.params, &device)?;
         check_groups(&variables, &*optimizer)?;
         let (every, max_skips) = (self.accumulate, self.max_consecutive_skips);
         if every == 0 || max_skips == 0 {
@@ -248,6 +322,7 @@ impl TrainerBuilder {
         }
         let groups = 0..optimizer.group_count();
         let base_lrs = groups.map(|group| optimizer.lr(group)).collect::<Result<_, _>>()?;
+        let schedules = self.make_schedules(&mut *optimizer)?;
         let scaler = match (&self.scaler, self.half) {
             (Some(scaler), _) => scaler.clone(),
             (None, Some(DType::F16)) => LossScaler::new(LossScalerOptions::default())?,
@@ -260,9 +335,24 @@ impl TrainerBuilder {
             format!("precision {half:?}, clip {clip:?}, accumulate {every}, seed {}", self.seed),
             format!("loss scale {:?}, max_consecutive_skips {max_skips}", scaler.state_dict()),
             format!("optimizer {kind} {hyper}"),
+            format!("schedulers {:?}", schedules.as_ref().map(Schedules::all)),
         ];
         let options = [variables.described().collect(), options];
-        Ok(Prepared { variables, device, optimizer, base_lrs, scaler, options })
+        Ok(Prepared { variables, device, optimizer, base_lrs, schedules, scaler, options })
+    }
+
+    fn make_schedules(&self, optimizer: &mut dyn Optimizer) -> Result<Option<Schedules>> {
+        let Some((length, configs)) = &self.schedulers else { return Ok(None) };
+        let refused = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
+        if self.schedule.is_some() {
+            return refused("`schedule` and `schedulers` cannot both be set");
+        }
+        if configs.iter().any(SchedulerConfig::counts_epochs) {
+            return refused(
+                "a trainer counts steps, and no epochs: use `SchedulerConfig::by_iters`, or `convert_to_iter_based`",
+            );
+        }
+        Ok(Some(Schedules::new(configs.clone(), *length, &[], optimizer)?))
     }
 }
 
@@ -275,6 +365,7 @@ struct Prepared {
     device: Device,
     optimizer: Box<dyn Optimizer>,
     base_lrs: Vec<f64>,
+    schedules: Option<Schedules>,
     scaler: LossScaler,
     options: Options,
 }
@@ -294,14 +385,16 @@ impl fmt::Debug for TrainerBuilder {
 /// Hyper-parameters of an optimizer for the CPU and, with the feature `cuda`, for a GPU. All fused
 /// optimizers of [`fused_optim`] implement it.
 pub trait IntoOptimizer {
-    /// Creates an optimizer of these variables, which are all on `device`.
+    /// Creates an optimizer of these variables, which are all on `device`. `groups` has the indices
+    /// of the variables of each parameter group.
     ///
     /// # Errors
     ///
     /// Hyper-parameters out of range; errors of the device.
     fn into_optimizer(
         self,
-        vars: &[candle_core::Var],
+        vars: &[Var],
+        groups: &[Vec<usize>],
         device: &Device,
     ) -> candle_core::Result<Box<dyn Optimizer>>;
 }
@@ -309,34 +402,84 @@ pub trait IntoOptimizer {
 #[cfg(not(feature = "cuda"))]
 impl<H> IntoOptimizer for H
 where
+    H: Clone,
     CpuOptimizer<H>: FromVars<Hyper = H> + 'static,
 {
     fn into_optimizer(
         self,
-        vars: &[candle_core::Var],
+        vars: &[Var],
+        groups: &[Vec<usize>],
         _: &Device,
     ) -> candle_core::Result<Box<dyn Optimizer>> {
-        Ok(Box::new(CpuOptimizer::from_vars(vars, self)?))
+        Ok(Box::new(of_groups::<CpuOptimizer<H>>(self, vars, groups)?))
     }
 }
 
 #[cfg(feature = "cuda")]
 impl<H> IntoOptimizer for H
 where
+    H: Clone,
     CpuOptimizer<H>: FromVars<Hyper = H> + 'static,
     fused_optim::cuda::CudaDeviceOptimizer<H>: FromVars<Hyper = H> + 'static,
 {
     fn into_optimizer(
         self,
-        vars: &[candle_core::Var],
+        vars: &[Var],
+        groups: &[Vec<usize>],
         device: &Device,
     ) -> candle_core::Result<Box<dyn Optimizer>> {
         if device.is_cuda() {
-            let optimizer = fused_optim::cuda::CudaDeviceOptimizer::from_vars(vars, self)?;
-            return Ok(Box::new(optimizer));
+            type OnGpu<H> = fused_optim::cuda::CudaDeviceOptimizer<H>;
+            return Ok(Box::new(of_groups::<OnGpu<H>>(self, vars, groups)?));
         }
-        Ok(Box::new(CpuOptimizer::from_vars(vars, self)?))
+        Ok(Box::new(of_groups::<CpuOptimizer<H>>(self, vars, groups)?))
     }
+}
+
+fn of_groups<O: FromVars<Hyper: Clone>>(
+    hyper: O::Hyper,
+    vars: &[Var],
+    groups: &[Vec<usize>],
+) -> candle_core::Result<O> {
+    match groups {
+        [_] => O::from_vars(vars, hyper),
+        _ => {
+            let group = |params: &Vec<usize>| ParamGroup::new(hyper.clone(), params.clone());
+            O::from_groups(vars, groups.iter().map(group))
+        }
+    }
+}
+
+/// The parameter groups of variables.
+fn groups_of(
+    paramwise: &Paramwise,
+    variables: &[(String, Var)],
+) -> Result<Vec<ParamGroup<Multipliers>>> {
+    let spec = |(name, var): &(String, Var)| {
+        let dtype = match var.dtype() {
+            candle_core::DType::F16 => fused_optim::DType::F16,
+            candle_core::DType::BF16 => fused_optim::DType::Bf16,
+            // Others are refused when the optimizer is made.
+            _ => fused_optim::DType::F32,
+        };
+        TensorSpec { name: name.clone(), shape: var.dims().to_vec(), dtype }
+    };
+    let specs: Vec<_> = variables.iter().map(spec).collect();
+    match paramwise.unmatched(&specs) {
+        Some(text) => Err(Error::InvalidArgument(text)),
+        None => Ok(paramwise.groups(&specs)),
+    }
+}
+
+/// Multiplies the hyper-parameters of a group.
+fn multiply(optimizer: &mut dyn Optimizer, group: usize, factors: Multipliers) -> Result<()> {
+    let Multipliers { lr, weight_decay } = factors;
+    for (param, factor) in [(HyperParam::Lr, lr), (HyperParam::WeightDecay, weight_decay)] {
+        if let Some(value) = optimizer.hyper_param(group, param)?.filter(|_| factor != 1.0) {
+            optimizer.set_hyper_param(group, param, value * factor)?;
+        }
+    }
+    Ok(())
 }
 
 /// The device of this rank: with the feature `cuda` the GPU with the index of the local rank;

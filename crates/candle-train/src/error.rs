@@ -22,6 +22,9 @@ pub enum Error {
     /// The optimizer rejected its hyper-parameters or a saved state.
     #[error(transparent)]
     Optimizer(#[from] fused_optim::Error),
+    /// A scheduler has invalid numbers, or cannot take its step.
+    #[error(transparent)]
+    Schedule(#[from] train_step::Error),
     /// Options of the loss scale, or a saved one, are invalid.
     #[error(transparent)]
     LossScale(#[from] amp::Error),

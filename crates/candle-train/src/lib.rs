@@ -82,7 +82,7 @@ pub use fused_optim::{
 };
 pub use train_data::{self, DefaultSampler};
 pub use train_step::{self, Accumulation};
-pub use trainer::Trainer;
+pub use trainer::{Outcome, Step, Trainer};
 pub use variables::is_buffer;
 
 /// Tests the examples of the README.

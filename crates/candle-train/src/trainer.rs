@@ -13,7 +13,7 @@ use collective::{ProcessGroup, ReduceOp};
 use fused_optim::candle::VarOptimizer;
 use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
 use tracing::debug_span;
-use train_step::{Accumulation, BatchRole};
+use train_step::{Accumulation, BatchRole, Schedules};
 
 use crate::age::check_age;
 use crate::averages::{DataParallel, View};
@@ -54,6 +54,7 @@ pub struct Trainer {
     /// [`batches`](Self::batches).
     pub(crate) epoch: Option<(usize, usize)>,
     pub(crate) schedule: Option<Schedule>,
+    pub(crate) schedules: Option<Schedules>,
     /// The optimizer's learning rates, by parameter group, before the schedule.
     pub(crate) base_lrs: Vec<f64>,
     /// Number of applied steps.
@@ -67,12 +68,37 @@ pub struct Trainer {
     pub(crate) torn: Option<String>,
 }
 
+/// Result of a batch.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Step {
+    /// Loss of this rank's batch, detached, in device memory.
+    pub loss: Tensor,
+    /// Whether the batch ended in a step, and whether that was taken. The same on all ranks.
+    pub outcome: Outcome,
+}
+
+/// What became of the step that a batch belongs to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Outcome {
+    /// The batch was accumulated; a later one ends in the step.
+    Accumulated,
+    /// The variables were updated.
+    Updated,
+    /// Gradients were not finite, so no variable has changed.
+    Skipped {
+        /// The loss scale from now on.
+        loss_scale: f32,
+    },
+}
+
 /// Factor of the learning rates as a function of the number of steps taken.
 pub(crate) type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
 
 impl Trainer {
     /// Trains on a batch: runs `forward`, which returns the mean loss, then the backward pass, and
-    /// the optimizer step if it is due. Returns the loss of this rank's batch, in device memory.
+    /// the optimizer step if it is due. Returns the loss of this rank's batch, in device memory, and
+    /// whether the step was taken.
     ///
     /// `forward` runs with dropout, under autocast, on a [tape](candle_ops::record()): it must not
     /// call `backward`. In mixed precision a step with gradients that are not finite is skipped,
@@ -107,10 +133,7 @@ impl Trainer {
     /// in an earlier batch. After a failure of the process group, an update that fails (other than
     /// by [`Error::NonFinite`]), and on several GPUs after any error, all later calls fail, and
     /// other ranks may have taken the step.
-    pub fn step(
-        &mut self,
-        forward: impl FnOnce() -> candle_core::Result<Tensor>,
-    ) -> Result<Tensor> {
+    pub fn step(&mut self, forward: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Step> {
         let _span = debug_span!(target: "candle_train", "step", rank = self.rank()).entered();
         self.train("step", 1.0, forward).map_err(|error| self.failed("step", error))
     }
@@ -149,7 +172,7 @@ impl Trainer {
         &mut self,
         count: usize,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
-    ) -> Result<Tensor> {
+    ) -> Result<Step> {
         let _span = debug_span!(target: "candle_train", "step", rank = self.rank()).entered();
         let trained = self.train("step_weighted", count as f64, forward);
         trained.map_err(|error| self.failed("step_weighted", error))
@@ -160,14 +183,20 @@ impl Trainer {
         call: &'static str,
         count: f64,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
-    ) -> Result<Tensor> {
+    ) -> Result<Step> {
         self.begin_batch(call, count)?;
         let role = self.next_batch();
         self.statistics.begin();
         let own = self.pass((call, count), role, forward);
         let ended = self.end_batch(count, role, own).and_then(|(loss, applied)| {
             self.or_abort(self.end_statistics(applied))?;
-            Ok(loss.detach())
+            let loss_scale = self.loss_scale();
+            let outcome = match applied {
+                None => Outcome::Accumulated,
+                Some(Applied::SkippedNonFinite) => Outcome::Skipped { loss_scale },
+                Some(_) => Outcome::Updated,
+            };
+            Ok(Step { loss: loss.detach(), outcome })
         });
         if ended.is_err() {
             // The batch's own error is returned.
@@ -402,6 +431,9 @@ impl Trainer {
         })?;
         let is_skipped = applied == Applied::SkippedNonFinite;
         self.steps += u64::from(!is_skipped);
+        if let Some(schedules) = self.schedules.as_mut().filter(|_| !is_skipped) {
+            schedules.step_iters(1, self.optimizer.optimizer_mut())?;
+        }
         self.skips = if is_skipped { self.skips + 1 } else { 0 };
         let scale = self.scaler.scale();
         let floor = self.scaler.update(is_skipped).err();
@@ -414,6 +446,20 @@ impl Trainer {
             });
         }
         Ok(applied)
+    }
+
+    /// Steps the [schedulers](crate::TrainerBuilder::schedulers) that depend on a metric
+    /// ([`Plateau`](train_step::Plateau)), with the metrics of a validation, which have to be the
+    /// same on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// A missing metric, with the known names; a learning rate that is refused.
+    pub fn step_metrics(&mut self, metrics: &[(String, f64)]) -> Result<()> {
+        match &mut self.schedules {
+            Some(schedules) => Ok(schedules.step_metrics(metrics, self.optimizer.optimizer_mut())?),
+            None => Ok(()),
+        }
     }
 
     /// Runs a forward pass for evaluation: without dropout, under the same autocast, so results may
@@ -559,6 +605,13 @@ impl Trainer {
         return self.context.kernels().map(|kernels| kernels.cudnn());
         #[cfg(not(feature = "cuda"))]
         None
+    }
+
+    /// Norm of the averaged gradients of the last step before clipping, if it
+    /// [clips by norm](Clip::norm). On a GPU it waits for the step.
+    #[must_use]
+    pub fn grad_norm(&self) -> Option<f64> {
+        self.optimizer.optimizer().grad_norm()
     }
 
     /// The learning rate of the first parameter group in the last step.

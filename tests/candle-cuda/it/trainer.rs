@@ -45,7 +45,7 @@ fn run(
                 let hidden = candle_ops::dropout(&net[0].forward(&x)?, 0.1)?;
                 cross_entropy(&net[1].forward(&candle_ops::relu(&hidden)?)?, &y)
             };
-            let loss = train.step(forward).unwrap().to_dtype(DType::F32).unwrap();
+            let loss = train.step(forward).unwrap().loss.to_dtype(DType::F32).unwrap();
             losses.push(loss.to_scalar::<f32>().unwrap());
         }
         train.save(path, epoch + 1).unwrap();

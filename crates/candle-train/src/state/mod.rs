@@ -20,6 +20,7 @@ use fused_optim::{Optimizer as _, StateLayout};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use train_step::Scheduler;
 
 pub(crate) use self::place::Places;
 use crate::{Result, Trainer};
@@ -61,6 +62,9 @@ struct Progress {
     skips: usize,
     /// The learning rates by parameter group, before the schedule's factors.
     base_lrs: Vec<f64>,
+    /// The schedulers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    schedulers: Vec<Scheduler>,
     /// The mean count of a batch in the last step whose batches have counts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     mean_count: Option<f64>,

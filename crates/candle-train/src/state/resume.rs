@@ -15,6 +15,9 @@ use super::{
     BoxError, FORMAT, OPTIMIZER, PREFIX, Progress, TRAINER, optimizer_entry, own_entry,
     trained_entry,
 };
+use tracing::warn;
+use train_step::Schedules;
+
 use crate::{Error, Result, Trainer};
 
 /// A checked file, before it changes anything.
@@ -22,6 +25,7 @@ struct Loaded<T> {
     file: Reader,
     progress: Progress,
     scaler: LossScaler,
+    schedules: Option<Schedules>,
     optimizer: Optimizer,
     own: T,
 }
@@ -209,7 +213,26 @@ impl Trainer {
             params.try_for_each(|(name, var)| check_entry(&file, &trained_entry(name), var))?;
         }
         self.check_reserved(&file, &optimizer)?;
-        Ok(Some(Loaded { file, progress, scaler, optimizer, own }))
+        let schedules = self.resumed_schedules(&progress)?;
+        Ok(Some(Loaded { file, progress, scaler, schedules, optimizer, own }))
+    }
+
+    /// Returns the schedulers as they were saved.
+    fn resumed_schedules(&self, progress: &Progress) -> Result<Option<Schedules>, BoxError> {
+        let saved = &progress.schedulers;
+        let Some(schedules) = &self.schedules else {
+            return match saved.is_empty() {
+                true => Ok(None),
+                false => Err("it was saved with schedulers and this trainer has none: see \
+                              `TrainerBuilder::schedulers`"
+                    .into()),
+            };
+        };
+        let mut schedules = schedules.clone();
+        for text in schedules.resume(saved)? {
+            warn!("resumed with the saved scheduler: {text}");
+        }
+        Ok(Some(schedules))
     }
 
     /// Compares the variables with those of a file.
@@ -279,7 +302,7 @@ impl Trainer {
 
     /// Changes the state to that of a checked file.
     fn change<T>(&mut self, loaded: Loaded<T>) -> Result<T, BoxError> {
-        let Loaded { file, progress, scaler, optimizer, own } = loaded;
+        let Loaded { file, progress, scaler, schedules, optimizer, own } = loaded;
         self.epoch = None;
         self.zero_grad();
         for (name, var) in self.variables.all() {
@@ -308,6 +331,7 @@ impl Trainer {
         self.base_lrs = progress.base_lrs;
         self.mean_count = progress.mean_count;
         self.scaler = scaler;
+        self.schedules = schedules;
         Ok(own)
     }
 }

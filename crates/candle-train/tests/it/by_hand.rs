@@ -113,7 +113,7 @@ fn trained(group: &ProcessGroup) -> Run {
     for epoch in 0..EPOCHS {
         for rows in train.batches(SAMPLES, BATCH, epoch).unwrap() {
             let (x, y) = batch(&rows);
-            let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+            let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap().loss;
             losses.push(loss.to_scalar::<f32>().unwrap());
         }
     }

@@ -16,7 +16,7 @@ fn alone() -> ProcessGroup {
     ProcessGroup::threads(1, std::time::Duration::from_secs(10)).unwrap().remove(0)
 }
 
-fn step(train: &mut Trainer, net: &super::Net) -> candle_train::Result<Tensor> {
+fn step(train: &mut Trainer, net: &super::Net) -> candle_train::Result<candle_train::Step> {
     let (x, y) = batch(&[0, 1, 2, 3]);
     train.step(|| cross_entropy(&net.forward(&x)?, &y))
 }
@@ -215,7 +215,7 @@ fn losses_of_candle_nn_run_in_f32_under_autocast() {
     let (x, _) = batch(&[0, 1]);
     let target = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
     for loss in [nn::loss::mse, |x: &Tensor, y: &Tensor| nn::loss::huber(x, y, 1.0)] {
-        let loss = train.step(|| loss(&net.forward(&x)?, &target)).unwrap();
+        let loss = train.step(|| loss(&net.forward(&x)?, &target)).unwrap().loss;
         assert_eq!(loss.dtype(), DType::F32);
     }
 }

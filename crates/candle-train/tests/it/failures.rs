@@ -238,7 +238,7 @@ fn views_of_variables_may_be_made_before_the_trainer() {
         for _ in 0..2 {
             let expected = loss_of(&views(&other), false).unwrap();
             let gradient = expected.backward().unwrap().remove(&other).unwrap();
-            let found = train.step(|| loss_of(&own, in_operator)).unwrap();
+            let found = train.step(|| loss_of(&own, in_operator)).unwrap().loss;
             let [found, expected] = [found, expected].map(|x| x.to_scalar::<f32>().unwrap());
             assert_eq!(found, expected);
             other.set(&(other.as_tensor() - gradient).unwrap()).unwrap();

@@ -14,6 +14,7 @@ mod order;
 mod recovery;
 mod refusals;
 mod resume;
+mod schedules;
 mod trace;
 mod weighted;
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use candle_core::{Module, Tensor};
+use candle_core::Module;
 use candle_ops::cross_entropy;
 use candle_train::{AdamWHyper, Trainer};
 use collective::ProcessGroup;
@@ -29,7 +29,7 @@ fn errors(
     })
 }
 
-fn step(train: &mut Trainer, net: &Net) -> candle_train::Result<Tensor> {
+fn step(train: &mut Trainer, net: &Net) -> candle_train::Result<candle_train::Step> {
     let (x, y) = batch(&[0, 1, 2, 3]);
     train.step(|| cross_entropy(&net.forward(&x)?, &y))
 }
@@ -39,7 +39,7 @@ fn a_mean_on_one_rank_alone_names_both_calls() {
     let errors = errors(|train, net, rank| {
         let loss = step(train, net)?;
         if rank == 0 {
-            train.mean(&loss)?;
+            train.mean(&loss.loss)?;
         }
         step(train, net)?;
         step(train, net).map(drop)

@@ -32,7 +32,7 @@ fn run(train: &mut Trainer, net: &Net, path: &Path, epochs: usize) -> Vec<f32> {
     for epoch in train.resume(path).unwrap()..epochs {
         for rows in train.batches(SAMPLES, 16, epoch).unwrap() {
             let (x, y) = batch(&rows);
-            let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+            let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap().loss;
             losses.push(loss.to_scalar::<f32>().unwrap());
         }
         train.save(path, epoch + 1).unwrap();
@@ -136,7 +136,7 @@ fn run_stream(
         let ArrayData::I64(rows) = read.get("row").unwrap().data() else { panic!("{read:?}") };
         let rows: Vec<_> = rows.iter().map(|row| u32::try_from(*row).unwrap()).collect();
         let (x, y) = batch(&rows);
-        let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+        let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap().loss;
         steps.push((train.steps(), rows, loss.to_scalar::<f32>().unwrap()));
         if train.steps().is_multiple_of(3) {
             train.save_with(path, 0, &loader.position()).unwrap();
@@ -265,7 +265,7 @@ fn run_loader(
             let factor = tensor(loaded.get("factor").unwrap(), &Device::Cpu).unwrap();
             let x = x.broadcast_mul(&factor.unsqueeze(1).unwrap()).unwrap();
             let before = train.steps();
-            let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+            let loss = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap().loss;
             losses.push(loss.to_scalar::<f32>().unwrap());
             most -= 1;
             if train.steps() > before {

@@ -128,7 +128,10 @@ impl<H: DeviceHyper + Debug> FromVars for CudaDeviceOptimizer<H> {
 
     /// Half weights get f32 masters.
     fn from_vars(vars: &[Var], hyper: H) -> Result<Self> {
-        let groups = [ParamGroup::new(hyper, 0..vars.len())];
+        Self::from_groups(vars, [ParamGroup::new(hyper, 0..vars.len())])
+    }
+
+    fn from_groups(vars: &[Var], groups: impl IntoIterator<Item = ParamGroup<H>>) -> Result<Self> {
         Self::new(gpu_of(vars)?, groups, HalfWeights::Master).map_err(Error::wrap)
     }
 }

@@ -29,8 +29,8 @@ use candle_nn::VarMap;
 pub use self::cuda::lend_on_gpu;
 use crate::rule::Hyper;
 use crate::{
-    Applied, CpuOptimizer, DType, HyperParam, Optimizer, ParamMut, ParamSpec, Slice, SliceMut,
-    StepCtl,
+    Applied, CpuOptimizer, DType, HyperParam, Optimizer, ParamGroup, ParamMut, ParamSpec, Slice,
+    SliceMut, StepCtl,
 };
 
 /// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`,
@@ -77,18 +77,28 @@ pub struct VarOptimizer<O> {
     gpu: Option<cuda::OnGpu>,
 }
 
-/// An optimizer that can be created for variables, with one parameter group.
+/// An optimizer that can be created for variables.
 pub trait FromVars: Optimizer + Sized {
     /// The rule's hyper-parameters.
     type Hyper;
 
-    /// Creates an optimizer for `vars`, in this order.
+    /// Creates an optimizer for `vars`, in this order, with one parameter group.
     ///
     /// # Errors
     ///
     /// Hyper-parameters out of range; on a GPU the errors of
     /// `cuda::CudaDeviceOptimizer::new`.
     fn from_vars(vars: &[Var], hyper: Self::Hyper) -> Result<Self>;
+
+    /// Creates an optimizer for `vars`, of which the groups have the indices.
+    ///
+    /// # Errors
+    ///
+    /// As [`from_vars`](Self::from_vars); a variable in two groups.
+    fn from_groups(
+        vars: &[Var],
+        groups: impl IntoIterator<Item = ParamGroup<Self::Hyper>>,
+    ) -> Result<Self>;
 }
 
 impl<H: Hyper> FromVars for CpuOptimizer<H> {
@@ -96,6 +106,10 @@ impl<H: Hyper> FromVars for CpuOptimizer<H> {
 
     fn from_vars(vars: &[Var], hyper: H) -> Result<Self> {
         Self::with_one_group(hyper, vars.len()).map_err(Error::wrap)
+    }
+
+    fn from_groups(_: &[Var], groups: impl IntoIterator<Item = ParamGroup<H>>) -> Result<Self> {
+        Self::new(groups).map_err(Error::wrap)
     }
 }
 
@@ -169,6 +183,11 @@ impl<O: Optimizer> VarOptimizer<O> {
     #[must_use]
     pub const fn optimizer(&self) -> &O {
         &self.optimizer
+    }
+
+    /// The optimizer, to read and set hyper-parameters.
+    pub const fn optimizer_mut(&mut self) -> &mut O {
+        &mut self.optimizer
     }
 
     /// As [`Optimizer::set_hyper_param`].

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Var};
 use candle_nn::VarMap;
 use candle_train::train_step::{
-    Floor, Multipliers, Param, Paramwise, Plateau, Rule, RunLength, SchedulerConfig, Shape,
+    Comparison, Floor, Multipliers, Param, Paramwise, Plateau, RunLength, SchedulerConfig, Shape,
     Threshold,
 };
 use candle_train::{
@@ -96,7 +96,7 @@ fn a_plateau_falls_by_the_metrics_of_a_validation() {
     let (vars, _) = model(&["w"]);
     let plateau = Shape::Plateau(Plateau {
         monitor: "loss".into(),
-        rule: Rule::Less,
+        rule: Comparison::Less,
         factor: 0.5,
         patience: 0,
         threshold: 0.0,

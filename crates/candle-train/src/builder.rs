@@ -137,7 +137,8 @@ impl TrainerBuilder {
     /// # use candle_train::{AdamWHyper, Trainer};
     /// use candle_train::train_step::{Floor, Param, RunLength, SchedulerConfig, Shape};
     /// # let vars = VarMap::new();
-    /// # let _net = candle_nn::linear(2, 4, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
+    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// # let _net = candle_nn::linear(2, 4, vb)?;
     /// let warm_up = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };
     /// let cosine = Shape::CosineAnnealing { t_max: None, floor: Floor::Value(0.0) };
     /// let schedulers = [

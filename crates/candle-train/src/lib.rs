@@ -62,8 +62,10 @@ mod error;
 mod exchange;
 #[cfg(feature = "cuda")]
 pub mod gpu;
+mod outcome;
 pub mod process;
 mod state;
+mod sums;
 mod trainer;
 mod variables;
 
@@ -80,9 +82,10 @@ pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
     ScheduleFreeAdamWHyper, SgdHyper,
 };
+pub use outcome::{Outcome, Step};
 pub use train_data::{self, DefaultSampler};
 pub use train_step::{self, Accumulation};
-pub use trainer::{Outcome, Step, Trainer};
+pub use trainer::Trainer;
 pub use variables::is_buffer;
 
 /// Tests the examples of the README.

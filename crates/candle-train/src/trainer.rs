@@ -9,7 +9,7 @@ use amp::LossScaler;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarMap;
 use candle_ops::Context;
-use collective::{ProcessGroup, ReduceOp};
+use collective::ProcessGroup;
 use fused_optim::candle::VarOptimizer;
 use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
 use tracing::debug_span;
@@ -18,6 +18,7 @@ use train_step::{Accumulation, BatchRole, Schedules};
 use crate::age::check_age;
 use crate::averages::{DataParallel, View};
 use crate::exchange::{OpenStep, first_line};
+use crate::outcome::{Outcome, Step};
 use crate::state::Places;
 use crate::variables::{Statistics, Variables, is_finite};
 use crate::{Error, Result};
@@ -68,37 +69,13 @@ pub struct Trainer {
     pub(crate) torn: Option<String>,
 }
 
-/// Result of a batch.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct Step {
-    /// Loss of this rank's batch, detached, in device memory.
-    pub loss: Tensor,
-    /// Whether the batch ended in a step, and whether that was taken. The same on all ranks.
-    pub outcome: Outcome,
-}
-
-/// What became of the step that a batch belongs to.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Outcome {
-    /// The batch was accumulated; a later one ends in the step.
-    Accumulated,
-    /// The variables were updated.
-    Updated,
-    /// Gradients were not finite, so no variable has changed.
-    Skipped {
-        /// The loss scale from now on.
-        loss_scale: f32,
-    },
-}
-
 /// Factor of the learning rates as a function of the number of steps taken.
 pub(crate) type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
 
 impl Trainer {
     /// Trains on a batch: runs `forward`, which returns the mean loss, then the backward pass, and
-    /// the optimizer step if it is due. Returns the loss of this rank's batch, in device memory, and
-    /// whether the step was taken.
+    /// the optimizer step if it is due. Returns the loss of this rank's batch, in device memory,
+    /// and whether the step was taken.
     ///
     /// `forward` runs with dropout, under autocast, on a [tape](candle_ops::record()): it must not
     /// call `backward`. In mixed precision a step with gradients that are not finite is skipped,
@@ -488,71 +465,6 @@ impl Trainer {
         if self.epoch.is_none() {
             self.accumulation = Accumulation::new(self.accumulation.counts());
         }
-    }
-
-    /// The mean over the ranks of one number per rank, such as a loss. Waits for the device. Every
-    /// rank must call it.
-    ///
-    /// # Errors
-    ///
-    /// A tensor of several elements, on any rank; a failure of another rank.
-    pub fn mean(&self, value: &Tensor) -> Result<f64> {
-        let own = || value.to_dtype(DType::F64)?.flatten_all()?.squeeze(0)?.to_scalar::<f64>();
-        let [sum] = self.total("mean", own().map(|value| [value]).map_err(Error::from))?;
-        Ok(sum / self.world_size() as f64)
-    }
-
-    /// The sums over the ranks of several numbers per rank, such as the numbers of correct
-    /// predictions and of samples; see [`eval_batches`](Self::eval_batches). Every rank must call
-    /// it, with the same number of values.
-    ///
-    /// Takes an array, or a slice whose numbers are replaced with their sums, such as the states of
-    /// `train-data`'s metrics:
-    ///
-    /// ```
-    /// # use candle_core::{DType, Device, Module, Tensor};
-    /// # use candle_nn::{VarBuilder, VarMap};
-    /// # use candle_train::{AdamWHyper, Trainer};
-    /// use train_data::metrics::{Accuracy, CrossEntropy, Evaluator};
-    /// use train_data::{Array, Batch};
-    ///
-    /// # let vars = VarMap::new();
-    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
-    /// # let net = candle_nn::linear(2, 4, vb)?;
-    /// # let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
-    /// # let inputs = Tensor::ones((10, 2), DType::F32, &Device::Cpu)?;
-    /// # let labels = Tensor::zeros(10, DType::I64, &Device::Cpu)?;
-    /// let mut evaluator = Evaluator::new().with(Accuracy::new([1, 2])).with(CrossEntropy::new());
-    /// for rows in train.eval_batches(10, 4)? {
-    ///     let rows = Tensor::new(rows, &Device::Cpu)?;
-    ///     let logits = train.evaluate(|| net.forward(&inputs.index_select(&rows, 0)?))?;
-    ///     let logits = Array::new(logits.dims(), logits.flatten_all()?.to_vec1::<f32>()?)?;
-    ///     let labels = labels.index_select(&rows, 0)?.to_vec1::<i64>()?;
-    ///     let batch = Batch::new().with("labels", Array::new([labels.len()], labels)?);
-    ///     evaluator.update(&batch, &[("logits".to_owned(), logits)])?;
-    /// }
-    /// evaluator.reduce(|states| train.sum(states).map(drop))?;
-    /// for (name, value) in evaluator.compute()? {
-    ///     println!("{name}: {value:.4}");
-    /// }
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// A failure of another rank.
-    pub fn sum<V: AsMut<[f64]>>(&self, values: V) -> Result<V> {
-        self.total("sum", Ok(values))
-    }
-
-    fn total<V: AsMut<[f64]>>(&self, call: &'static str, own: Result<V>) -> Result<V> {
-        let all_reduce = |mut values: V| {
-            self.group().all_reduce(values.as_mut(), ReduceOp::Sum)?;
-            Ok(values)
-        };
-        self.announce_result(call, own)
-            .and_then(all_reduce)
-            .map_err(|error| self.failed(call, error))
     }
 
     /// The process group of all ranks.

@@ -147,8 +147,7 @@ fn groups_have_their_own_decay_and_rate() {
     let custom = vec![("norm".to_owned(), Multipliers { lr: 0.0, weight_decay: 1.0 })];
     let paramwise = Paramwise { custom_keys: custom, ..Paramwise::no_decay_for_norms_and_biases() };
     let (vars, all) = layer();
-    let mut train =
-        Trainer::builder(&vars).group(alone()).groups(paramwise).build(hyper.clone()).unwrap();
+    let mut train = Trainer::builder(&vars).group(alone()).groups(paramwise).build(hyper).unwrap();
     let optimizer = train.optimizer().optimizer_mut();
     let rates: Vec<_> = (0..3)
         .map(|group| {
@@ -165,7 +164,7 @@ fn groups_have_their_own_decay_and_rate() {
     let key = vec![("nrom".to_owned(), Multipliers::default())];
     let misspelled = Paramwise { custom_keys: key, ..Paramwise::default() };
     let builder = Trainer::builder(&vars).group(alone()).groups(misspelled);
-    let error = builder.build(hyper.clone()).unwrap_err().to_string();
+    let error = builder.build(hyper).unwrap_err().to_string();
     assert!(error.contains("`nrom`") && error.contains("norm.weight"), "{error}");
     let paramwise = Paramwise::no_decay_for_norms_and_biases();
     let builder = Trainer::builder(&vars).group(alone()).groups(paramwise);

@@ -12,7 +12,7 @@ pub struct Step {
     pub outcome: Outcome,
 }
 
-/// What became of the step that a batch belongs to.
+/// State of the step that a batch belongs to.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Outcome {
     /// The batch was accumulated; a later one ends in the step.

@@ -14,6 +14,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod from_vars;
 mod saved;
 
 use std::cell::RefCell;
@@ -27,11 +28,8 @@ use candle_nn::VarMap;
 
 #[cfg(feature = "cuda")]
 pub use self::cuda::lend_on_gpu;
-use crate::rule::Hyper;
-use crate::{
-    Applied, CpuOptimizer, DType, HyperParam, Optimizer, ParamGroup, ParamMut, ParamSpec, Slice,
-    SliceMut, StepCtl,
-};
+pub use self::from_vars::FromVars;
+use crate::{Applied, DType, HyperParam, Optimizer, ParamMut, ParamSpec, Slice, SliceMut, StepCtl};
 
 /// A `candle_nn::Optimizer` that updates variables in place with `O`: `VarOptimizer<AdamW>`,
 /// `VarOptimizer<Lion>`, or a user-defined rule; on a GPU
@@ -75,42 +73,6 @@ pub struct VarOptimizer<O> {
     /// The variables' GPU, if they are on one.
     #[cfg(feature = "cuda")]
     gpu: Option<cuda::OnGpu>,
-}
-
-/// An optimizer that can be created for variables.
-pub trait FromVars: Optimizer + Sized {
-    /// The rule's hyper-parameters.
-    type Hyper;
-
-    /// Creates an optimizer for `vars`, in this order, with one parameter group.
-    ///
-    /// # Errors
-    ///
-    /// Hyper-parameters out of range; on a GPU the errors of
-    /// `cuda::CudaDeviceOptimizer::new`.
-    fn from_vars(vars: &[Var], hyper: Self::Hyper) -> Result<Self>;
-
-    /// Creates an optimizer for `vars`, of which the groups have the indices.
-    ///
-    /// # Errors
-    ///
-    /// As [`from_vars`](Self::from_vars); a variable in two groups.
-    fn from_groups(
-        vars: &[Var],
-        groups: impl IntoIterator<Item = ParamGroup<Self::Hyper>>,
-    ) -> Result<Self>;
-}
-
-impl<H: Hyper> FromVars for CpuOptimizer<H> {
-    type Hyper = H;
-
-    fn from_vars(vars: &[Var], hyper: H) -> Result<Self> {
-        Self::with_one_group(hyper, vars.len()).map_err(Error::wrap)
-    }
-
-    fn from_groups(_: &[Var], groups: impl IntoIterator<Item = ParamGroup<H>>) -> Result<Self> {
-        Self::new(groups).map_err(Error::wrap)
-    }
 }
 
 impl<O: Optimizer> VarOptimizer<O> {

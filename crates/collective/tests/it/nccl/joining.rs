@@ -302,7 +302,7 @@ fn ranks_on_several_machines_form_one_group() {
     let groups = std::thread::scope(|scope| {
         let join = |rank| {
             let (store, connect) = (std::sync::Arc::new(store.clone()), connect.clone());
-            let options = GroupOptions::default().with_timeout(TIMEOUT);
+            let options = GroupOptions::default().with_timeout(DEADLINE);
             let options = options.with_host_id(["a", "b"][rank]);
             let options = options.with_cuda_device(devices.start + rank as u32);
             let join = move || ProcessGroup::from_store_with(store, rank, 2, options, connect);

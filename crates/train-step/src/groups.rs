@@ -98,7 +98,7 @@ impl Paramwise {
         let more = names.len() - shown.len();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         Some(format!(
-            "paramwise_cfg: no parameter's name contains {} of custom_keys, so they have no effect: a key is a \
+            "no parameter's name contains {} of custom_keys, so they have no effect: a key is a \
              part of the name, not a regular expression or pattern; the parameters are {}{more}",
             keys.join(", "),
             shown.join(", ")

@@ -3,8 +3,7 @@
 use candle_core::{DType, Device, Var};
 use candle_nn::VarMap;
 use candle_train::train_step::{
-    Comparison, Floor, Multipliers, Param, Paramwise, Plateau, RunLength, SchedulerConfig, Shape,
-    Threshold,
+    Floor, Multipliers, Param, Paramwise, Plateau, RunLength, SchedulerConfig, Shape,
 };
 use candle_train::{
     Clip, LossScaler, LossScalerOptions, Outcome, SgdHyper, Trainer, TrainerBuilder,
@@ -94,17 +93,7 @@ fn a_skipped_step_does_not_count_for_schedulers() {
 #[test]
 fn a_plateau_falls_by_the_metrics_of_a_validation() {
     let (vars, _) = model(&["w"]);
-    let plateau = Shape::Plateau(Plateau {
-        monitor: "loss".into(),
-        rule: Comparison::Less,
-        factor: 0.5,
-        patience: 0,
-        threshold: 0.0,
-        threshold_rule: Threshold::Abs,
-        cooldown: 0,
-        min_value: 0.0,
-        eps: 0.0,
-    });
+    let plateau = Shape::Plateau(Plateau { factor: 0.5, patience: 0, ..Plateau::default() });
     let plateau = SchedulerConfig::new(Param::Lr, plateau);
     let builder = Trainer::builder(&vars).group(alone());
     let mut train = sgd(builder.schedulers(RunLength::of_iters(STEPS), [plateau]));

@@ -162,7 +162,7 @@ mod tests {
     use super::*;
     use crate::hooks::EarlyStoppingHook;
     use crate::runner::RunnerBuilder;
-    use crate::schedulers::{Comparison, Param, Plateau, Shape, Threshold};
+    use crate::schedulers::{Comparison, Param, Plateau, Shape};
     use crate::testing::{Metrics, blank, builder, sgd};
 
     /// Halves the learning rate after each validation without improvement.
@@ -172,11 +172,7 @@ mod tests {
             rule: Comparison::Greater,
             factor: 0.5,
             patience: 0,
-            threshold: 0.0,
-            threshold_rule: Threshold::Abs,
-            cooldown: 0,
-            min_value: 0.0,
-            eps: 0.0,
+            ..Plateau::default()
         })
     }
 

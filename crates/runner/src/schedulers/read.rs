@@ -137,14 +137,14 @@ fn multi_step(section: &mut Section) -> Result<Shape> {
 
 fn one_cycle(section: &mut Section) -> Result<Shape> {
     let strategies = [("cos", Anneal::Cos), ("linear", Anneal::Linear)];
+    let cycle = OneCycle::new(section.required("eta_max")?, section.required("total_steps")?);
     Ok(Shape::OneCycle(OneCycle {
-        eta_max: section.required("eta_max")?,
-        total_steps: section.required("total_steps")?,
-        pct_start: section.or("pct_start", 0.3)?,
+        pct_start: section.or("pct_start", cycle.pct_start)?,
         anneal: section.choice("anneal_strategy", "cos", &strategies)?,
-        div_factor: section.or("div_factor", 25.0)?,
-        final_div_factor: section.or("final_div_factor", 1e4)?,
-        three_phase: section.or("three_phase", false)?,
+        div_factor: section.or("div_factor", cycle.div_factor)?,
+        final_div_factor: section.or("final_div_factor", cycle.final_div_factor)?,
+        three_phase: section.or("three_phase", cycle.three_phase)?,
+        ..cycle
     }))
 }
 
@@ -158,16 +158,17 @@ fn step(section: &mut Section) -> Result<Shape> {
 
 fn plateau(section: &mut Section) -> Result<Shape> {
     let thresholds = [("rel", Threshold::Rel), ("abs", Threshold::Abs)];
+    let plateau = Plateau::default();
     Ok(Shape::Plateau(Plateau {
-        monitor: section.or("monitor", "loss".into())?,
+        monitor: section.or("monitor", plateau.monitor)?,
         rule: section.choice("rule", "less", &Comparison::NAMES)?,
-        factor: section.or("factor", 0.1)?,
-        patience: section.or("patience", 10)?,
-        threshold: section.or("threshold", 1e-4)?,
+        factor: section.or("factor", plateau.factor)?,
+        patience: section.or("patience", plateau.patience)?,
+        threshold: section.or("threshold", plateau.threshold)?,
         threshold_rule: section.choice("threshold_rule", "rel", &thresholds)?,
-        cooldown: section.or("cooldown", 0)?,
-        min_value: section.or("min_value", 0.0)?,
-        eps: section.or("eps", 1e-8)?,
+        cooldown: section.or("cooldown", plateau.cooldown)?,
+        min_value: section.or("min_value", plateau.min_value)?,
+        eps: section.or("eps", plateau.eps)?,
     }))
 }
 

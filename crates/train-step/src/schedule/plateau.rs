@@ -28,6 +28,23 @@ pub struct Plateau {
     pub eps: f64,
 }
 
+impl Default for Plateau {
+    /// MMEngine's values: a tenth after more than ten validations without a smaller `loss`.
+    fn default() -> Self {
+        Self {
+            monitor: "loss".into(),
+            rule: Comparison::Less,
+            factor: 0.1,
+            patience: 10,
+            threshold: 1e-4,
+            threshold_rule: Threshold::Rel,
+            cooldown: 0,
+            min_value: 0.0,
+            eps: 1e-8,
+        }
+    }
+}
+
 /// Decides which of two metrics is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Comparison {

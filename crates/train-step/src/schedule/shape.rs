@@ -273,6 +273,15 @@ fn restart(
 }
 
 impl OneCycle {
+    /// A cycle with MMEngine's other values: a rise over 0.3 of the steps by a cosine, from a 25th
+    /// of the maximum.
+    #[must_use]
+    pub const fn new(eta_max: f64, total_steps: u64) -> Self {
+        let (div_factor, final_div_factor) = (25.0, 1e4);
+        let (pct_start, anneal, three_phase) = (0.3, Anneal::Cos, false);
+        Self { eta_max, total_steps, pct_start, anneal, div_factor, final_div_factor, three_phase }
+    }
+
     /// Returns the first value.
     pub(super) fn initial(&self) -> f64 {
         self.eta_max / self.div_factor

@@ -526,7 +526,8 @@ impl Trainer {
         self.optimizer.optimizer().grad_norm()
     }
 
-    /// The learning rate of the first parameter group in the last step.
+    /// The learning rate of the first parameter group in the last step; with
+    /// [schedulers](crate::TrainerBuilder::schedulers) in the next one.
     #[must_use]
     pub fn learning_rate(&self) -> f64 {
         self.optimizer.optimizer().lr(0).unwrap_or(f64::NAN)

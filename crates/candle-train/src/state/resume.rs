@@ -229,7 +229,10 @@ impl Trainer {
             };
         };
         let mut schedules = schedules.clone();
-        for text in schedules.resume(saved)? {
+        let resumed = schedules.resume(saved).map_err(|error| {
+            format!("{error}: give `TrainerBuilder::schedulers` those of the saved run")
+        });
+        for text in resumed? {
             warn!("resumed with the saved scheduler: {text}");
         }
         Ok(Some(schedules))

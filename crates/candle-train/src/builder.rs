@@ -300,6 +300,7 @@ impl TrainerBuilder {
             base_lrs,
             steps: 0,
             skips: 0,
+            has_norm: false,
             max_consecutive_skips: self.max_consecutive_skips,
             seed: self.seed,
             saves: RefCell::default(),

@@ -60,6 +60,8 @@ pub struct Trainer {
     pub(crate) base_lrs: Vec<f64>,
     /// Number of applied steps.
     pub(crate) steps: u64,
+    /// Whether the last step was taken, and by this process.
+    pub(crate) has_norm: bool,
     /// Number of steps skipped in a row, and the number that is an error.
     pub(crate) skips: usize,
     pub(crate) max_consecutive_skips: usize,
@@ -381,8 +383,17 @@ impl Trainer {
         })
     }
 
+    /// Steps the schedulers for the steps taken since they were stepped last.
+    fn step_schedulers(&mut self) -> Result<()> {
+        let Some(schedules) = &mut self.schedules else { return Ok(()) };
+        let Some(iters) = schedules.iters() else { return Ok(()) };
+        let due = self.steps.saturating_sub(iters);
+        Ok(schedules.step_iters(due, self.optimizer.optimizer_mut())?)
+    }
+
     /// Sets the learning rates of the next step by the schedule.
     fn schedule_rates(&mut self) -> Result<()> {
+        self.step_schedulers()?;
         let Some(schedule) = &self.schedule else { return Ok(()) };
         let factor = schedule(self.steps);
         for (group, base) in self.base_lrs.iter().enumerate() {
@@ -408,9 +419,7 @@ impl Trainer {
         })?;
         let is_skipped = applied == Applied::SkippedNonFinite;
         self.steps += u64::from(!is_skipped);
-        if let Some(schedules) = self.schedules.as_mut().filter(|_| !is_skipped) {
-            schedules.step_iters(1, self.optimizer.optimizer_mut())?;
-        }
+        self.has_norm = !is_skipped;
         self.skips = if is_skipped { self.skips + 1 } else { 0 };
         let scale = self.scaler.scale();
         let floor = self.scaler.update(is_skipped).err();
@@ -433,6 +442,7 @@ impl Trainer {
     ///
     /// A missing metric, with the known names; a learning rate that is refused.
     pub fn step_metrics(&mut self, metrics: &[(String, f64)]) -> Result<()> {
+        self.step_schedulers()?;
         match &mut self.schedules {
             Some(schedules) => Ok(schedules.step_metrics(metrics, self.optimizer.optimizer_mut())?),
             None => Ok(()),
@@ -520,14 +530,14 @@ impl Trainer {
     }
 
     /// Norm of the averaged gradients of the last step before clipping, if it
-    /// [clips by norm](Clip::norm). On a GPU it waits for the step.
+    /// [clips by norm](Clip::norm); `None` if it was skipped, and before the first one of this
+    /// process. On a GPU it waits for the step.
     #[must_use]
     pub fn grad_norm(&self) -> Option<f64> {
-        self.optimizer.optimizer().grad_norm()
+        self.optimizer.optimizer().grad_norm().filter(|_| self.has_norm)
     }
 
-    /// The learning rate of the first parameter group in the last step; with
-    /// [schedulers](crate::TrainerBuilder::schedulers) in the next one.
+    /// The learning rate of the first parameter group in the last step.
     #[must_use]
     pub fn learning_rate(&self) -> f64 {
         self.optimizer.optimizer().lr(0).unwrap_or(f64::NAN)

@@ -62,6 +62,9 @@ struct Progress {
     skips: usize,
     /// The learning rates by parameter group, before the schedule's factors.
     base_lrs: Vec<f64>,
+    /// Whether a function has set the learning rates: `TrainerBuilder::schedule`.
+    #[serde(default)]
+    has_schedule: bool,
     /// The schedulers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     schedulers: Vec<Scheduler>,

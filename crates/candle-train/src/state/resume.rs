@@ -5,7 +5,7 @@ use std::path::Path;
 
 use amp::LossScaler;
 use candle_core::{TensorId, Var};
-use fused_optim::{StateDict, StateLayout};
+use fused_optim::{HyperParam, StateDict, StateLayout};
 use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
@@ -39,10 +39,10 @@ impl Trainer {
     /// optimizer's state on the host. Batches since the last step are dropped. May be called at any
     /// time, also to go back to a checkpoint.
     ///
-    /// Hyper-parameters, including learning rates, are those of the saved run. The seed has to be.
-    /// Clipping, accumulation, precision (apart from a loss scale) and the schedule are not saved:
-    /// they are the builder's, and may be changed between two epochs. With another number of ranks
-    /// the dropout masks and the order of averages differ.
+    /// Hyper-parameters, including learning rates, are those of the saved run. The seed has to be,
+    /// and the number of schedulers. Clipping, accumulation, precision (apart from a loss scale) and
+    /// the function of a schedule are not saved: they are the builder's, and may be changed between
+    /// two epochs. With another number of ranks the dropout masks and the order of averages differ.
     ///
     /// # Errors
     ///
@@ -331,10 +331,17 @@ impl Trainer {
         self.context.set_random_position(position.copied().unwrap_or(0));
         self.steps = progress.steps;
         self.skips = progress.skips;
+        self.has_norm = false;
         self.base_lrs = progress.base_lrs;
         self.mean_count = progress.mean_count;
         self.scaler = scaler;
         self.schedules = schedules;
+        if progress.has_schedule && self.schedule.is_none() {
+            // The optimizer's are those of the last step, times a factor.
+            for (group, lr) in self.base_lrs.iter().enumerate() {
+                self.optimizer.set_hyper_param(group, HyperParam::Lr, *lr)?;
+            }
+        }
         Ok(own)
     }
 }

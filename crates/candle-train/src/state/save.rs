@@ -217,6 +217,7 @@ impl Trainer {
             scaler: self.scaler.state_dict(),
             skips: self.skips,
             base_lrs: self.base_lrs.clone(),
+            has_schedule: self.schedule.is_some(),
             schedulers: self.schedules.as_ref().map_or(Vec::new(), |all| all.all().to_vec()),
             mean_count: self.mean_count,
             random_positions: parts.iter().map(|part| part.random_position).collect(),

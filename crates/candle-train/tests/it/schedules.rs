@@ -45,9 +45,8 @@ fn schedulers_set_the_rates_of_each_step_and_are_resumed_to_the_bit() {
             };
             let (mut whole, all) = build();
             let rates = (0..STEPS).map(|_| {
-                let rate = whole.learning_rate();
                 step(&mut whole, &all[0]);
-                rate
+                whole.learning_rate()
             });
             let rates: Vec<_> = rates.collect();
             assert_eq!(rates[0], 0.25);
@@ -64,7 +63,7 @@ fn schedulers_set_the_rates_of_each_step_and_are_resumed_to_the_bit() {
             drop(first);
             let (mut second, w) = build();
             second.resume(&path).unwrap();
-            assert_eq!(second.learning_rate(), rates[5]);
+            assert_eq!(second.learning_rate(), rates[4]);
             for _ in 5..STEPS {
                 step(&mut second, &w[0]);
             }
@@ -87,6 +86,8 @@ fn a_skipped_step_does_not_count_for_schedulers() {
     assert_eq!(skipped, Outcome::Skipped { loss_scale: 32768.0 });
     assert_eq!((train.learning_rate(), train.steps()), (0.25, 0));
     assert_eq!(train.step(|| loss(&all[0], 1.0)).unwrap().outcome, Outcome::Updated);
+    assert_eq!(train.learning_rate(), 0.25);
+    train.step(|| loss(&all[0], 1.0)).unwrap();
     assert!(train.learning_rate() > 0.25);
 }
 
@@ -182,4 +183,54 @@ fn a_step_returns_whether_it_was_taken_and_its_norm() {
             assert!((value(&all[0]) + 1.0).abs() < 1e-5);
         });
     }
+}
+
+#[test]
+fn a_rate_that_is_refused_changes_no_variable() {
+    for world_size in [1, 2] {
+        ranks(world_size, |group| {
+            let (vars, all) = model(&["w"]);
+            // The second step would have a negative rate.
+            let bad = SchedulerConfig::by_iters(Param::Lr, Shape::Exponential { gamma: -1.0 });
+            let builder = Trainer::builder(&vars).group(group);
+            let mut train = sgd(builder.schedulers(RunLength::of_iters(STEPS), [bad]));
+            train.step(|| loss(&all[0], 1.0)).unwrap();
+            for _ in 0..2 {
+                train.step(|| loss(&all[0], 1.0)).unwrap_err();
+                assert_eq!((train.steps(), value(&all[0])), (1, -1.0));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_run_resumed_without_its_function_has_the_rates_before_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    let (vars, all) = model(&["w"]);
+    let mut train = sgd(Trainer::builder(&vars).group(alone()).schedule(|_| 0.5));
+    train.step(|| loss(&all[0], 1.0)).unwrap();
+    assert_eq!(train.learning_rate(), 0.5);
+    train.save(&path, 0).unwrap();
+    drop(train);
+    let mut train = sgd(Trainer::builder(&vars).group(alone()));
+    train.resume(&path).unwrap();
+    assert_eq!(train.learning_rate(), 1.0);
+    // One that was set by hand stays.
+    train.optimizer().set_hyper_param(0, HyperParam::Lr, 0.25).unwrap();
+    train.save(&path, 0).unwrap();
+    train.resume(&path).unwrap();
+    assert_eq!(train.learning_rate(), 0.25);
+}
+
+#[test]
+fn the_norm_of_a_skipped_step_is_not_that_of_an_earlier_one() {
+    let (vars, all) = model(&["w"]);
+    let builder = Trainer::builder(&vars).group(alone()).clip(Clip::norm(1.0));
+    let mut train = sgd(builder.loss_scaler(LossScaler::fixed(2.0).unwrap()));
+    assert_eq!(train.grad_norm(), None);
+    train.step(|| loss(&all[0], 2.0)).unwrap();
+    assert!(train.grad_norm().is_some());
+    train.step(|| loss(&all[0], f64::NAN)).unwrap();
+    assert_eq!(train.grad_norm(), None);
 }

@@ -180,14 +180,16 @@ impl DataLoader {
         self.batch_size
     }
 
-    /// Changes the seed of the sampler, and restarts from the beginning.
+    /// Changes the seed of the sampler, and restarts from the beginning: of the rest of the data, if
+    /// the loader has resumed with another number of ranks.
     pub fn set_seed(&mut self, seed: u64) {
         self.sampler.seed = seed;
         self.progress = Arc::default();
     }
 
     /// Returns the batches of `epoch`; after [`resume`](Self::resume), of the epoch of the position
-    /// only the rest, once. A loader that is [infinite](DataLoaderBuilder::infinite) returns
+    /// only the rest, once; if it has resumed with another number of ranks, always the rest, and of
+    /// earlier epochs nothing. A loader that is [infinite](DataLoaderBuilder::infinite) returns
     /// endless batches after its position.
     ///
     /// Each batch returned moves [`position`](Self::position).

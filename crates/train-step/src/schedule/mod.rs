@@ -56,7 +56,8 @@ pub struct SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Creates a configuration for the whole run, by epochs.
+    /// Creates a configuration for the whole run, by epochs: it changes with
+    /// [`Schedules::step_epoch`].
     #[must_use]
     pub const fn new(param: Param, shape: Shape) -> Self {
         let (begin, end, by_epoch) = (0, None, true);
@@ -151,7 +152,7 @@ impl Scheduler {
         }
         let whole = if by_epoch { span.epochs } else { span.iters };
         // A run of no epochs or iterations takes no step.
-        let last = if whole == 0 { begin + 1 } else { whole };
+        let last = if whole == 0 { begin.saturating_add(1) } else { whole };
         let [begin, end, whole] =
             [begin, end.unwrap_or(last), whole].map(|steps| steps.saturating_mul(factor));
         if end <= begin {

@@ -36,6 +36,8 @@ use crate::{Error, Result};
 pub struct Schedules {
     all: Vec<Scheduler>,
     configs: Vec<SchedulerConfig>,
+    /// The optimizer's values before any scheduler: value, group, number.
+    initial: Vec<(Param, usize, f64)>,
 }
 
 impl Schedules {
@@ -54,9 +56,15 @@ impl Schedules {
         optimizer: &mut dyn Optimizer,
     ) -> Result<Self> {
         let mut base: [Option<Vec<Option<f64>>>; 2] = [None, None];
+        let mut initial: Vec<(Param, usize, f64)> = Vec::new();
         let make = |config: &SchedulerConfig| {
             let groups = groups_of(config.part.as_deref(), parts, optimizer.group_count())?;
             let mut values = read(optimizer, config.param, groups.clone())?;
+            for (group, value) in groups.clone().zip(&values) {
+                if !initial.iter().any(|(param, at, _)| (*param, *at) == (config.param, group)) {
+                    initial.push((config.param, group, *value));
+                }
+            }
             let base = &mut base[usize::from(config.param == Param::Momentum)];
             let unset = || vec![None; optimizer.group_count()];
             let base = &mut base.get_or_insert_with(unset)[groups.clone()];
@@ -70,21 +78,26 @@ impl Schedules {
             Ok(scheduler.moved_to(first))
         };
         let all = configs.iter().map(make).collect::<Result<_>>()?;
-        Ok(Self { all, configs })
+        Ok(Self { all, configs, initial })
     }
 
-    /// Creates the schedulers again, for a run of another length.
+    /// Creates the schedulers again, for a run of another length, from the optimizer's values before
+    /// them.
     ///
     /// # Errors
     ///
-    /// Those of [`new`](Self::new).
+    /// Those of [`new`](Self::new). The schedulers are unchanged then, but not the optimizer's
+    /// values.
     pub fn remake(
         &mut self,
         length: RunLength,
         parts: &[(String, usize)],
         optimizer: &mut dyn Optimizer,
     ) -> Result<()> {
-        *self = Self::new(std::mem::take(&mut self.configs), length, parts, optimizer)?;
+        for (param, group, value) in &self.initial {
+            write(optimizer, *param, *group..*group + 1, &[*value])?;
+        }
+        *self = Self::new(self.configs.clone(), length, parts, optimizer)?;
         Ok(())
     }
 
@@ -96,7 +109,8 @@ impl Schedules {
 
     /// Resumes saved schedulers, of the same number. Returns a text for each that was configured
     /// differently: the saved configuration applies, because a recursive formula with other numbers
-    /// would not follow its own curve.
+    /// would not follow its own curve. Load the optimizer's state after [`new`](Self::new), which
+    /// sets its values; the state has those of the moment when it was saved.
     ///
     /// # Errors
     ///
@@ -136,7 +150,7 @@ impl Schedules {
     ///
     /// # Errors
     ///
-    /// A value that the optimizer refuses.
+    /// A value that the optimizer refuses. Nothing has changed by that step then.
     pub fn step_iters(&mut self, count: u64, optimizer: &mut dyn Optimizer) -> Result<()> {
         (0..count).try_for_each(|_| self.step(optimizer, None, |scheduler| !scheduler.by_epoch()))
     }
@@ -164,19 +178,31 @@ impl Schedules {
     }
 
     /// Steps the schedulers that are `due`, in order, each on the values left by previous ones.
+    /// After an error neither they nor the optimizer's values have changed.
     fn step(
         &mut self,
         optimizer: &mut dyn Optimizer,
         metrics: Option<&[(String, f64)]>,
         due: impl Fn(&Scheduler) -> bool,
     ) -> Result<()> {
-        for scheduler in self.all.iter_mut().filter(|s| due(s)) {
+        let mut next = self.all.clone();
+        let mut before = Vec::new();
+        let mut take = |scheduler: &mut Scheduler| {
             let (param, groups) = (scheduler.param(), scheduler.groups());
             let mut values = read(optimizer, param, groups.clone())?;
+            before.push((param, groups.clone(), values.clone()));
             scheduler.step(&mut values, metrics)?;
+            write(optimizer, param, groups, &values)
+        };
+        let taken = next.iter_mut().filter(|s| due(s)).try_for_each(&mut take);
+        if taken.is_ok() {
+            self.all = next;
+            return Ok(());
+        }
+        for (param, groups, values) in before.into_iter().rev() {
             write(optimizer, param, groups, &values)?;
         }
-        Ok(())
+        taken
     }
 }
 
@@ -230,6 +256,41 @@ mod tests {
     use fused_optim::{Applied, ParamMut, Sgd, SgdHyper, Slice, StepCtl};
 
     use super::*;
+    use crate::Shape;
+
+    fn sgd(lr: f64) -> Sgd {
+        Sgd::with_one_group(SgdHyper { lr, ..SgdHyper::default() }, 1).unwrap()
+    }
+
+    #[test]
+    fn schedulers_made_again_begin_with_the_optimizers_own_values() {
+        let mut optimizer = sgd(1.0);
+        let warm_up = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };
+        let config =
+            SchedulerConfig { end: Some(3), ..SchedulerConfig::by_iters(Param::Lr, warm_up) };
+        let length = RunLength::of_iters(8);
+        let mut schedules = Schedules::new(vec![config], length, &[], &mut optimizer).unwrap();
+        for _ in 0..2 {
+            schedules.remake(length, &[], &mut optimizer).unwrap();
+            assert_eq!(optimizer.lr(0).unwrap(), 0.1);
+            schedules.step_iters(3, &mut optimizer).unwrap();
+            assert!((optimizer.lr(0).unwrap() - 1.0).abs() < 1e-12);
+        }
+        assert_eq!(schedules.all().len(), 1);
+    }
+
+    #[test]
+    fn refused_value_changes_neither_schedulers_nor_optimizer() {
+        let mut optimizer = sgd(1.0);
+        let halves = SchedulerConfig::by_iters(Param::Lr, Shape::Exponential { gamma: 0.5 });
+        let bad = SchedulerConfig::by_iters(Param::Lr, Shape::Exponential { gamma: -1.0 });
+        let length = RunLength::of_iters(8);
+        let mut schedules = Schedules::new(vec![halves, bad], length, &[], &mut optimizer).unwrap();
+        for _ in 0..2 {
+            schedules.step_iters(1, &mut optimizer).unwrap_err();
+            assert_eq!((optimizer.lr(0).unwrap(), schedules.iters()), (1.0, Some(0)));
+        }
+    }
 
     #[test]
     fn schedule_may_end_at_zero_momentum() {

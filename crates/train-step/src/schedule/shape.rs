@@ -81,7 +81,7 @@ pub enum Shape {
 /// Minimum of a cosine.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Floor {
-    /// An absolute value.
+    /// An absolute value, also for groups with smaller ones.
     Value(f64),
     /// A fraction of the first value.
     Ratio(f64),
@@ -96,7 +96,8 @@ pub enum Anneal {
     Linear,
 }
 
-/// Smith's one-cycle policy: rises to `eta_max`, then falls far below the first value.
+/// Smith's one-cycle policy: rises to `eta_max`, then falls far below the first value. All groups
+/// have these values, whatever their own.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OneCycle {
     /// Maximum value.

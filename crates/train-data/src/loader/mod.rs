@@ -180,8 +180,8 @@ impl DataLoader {
         self.batch_size
     }
 
-    /// Changes the seed of the sampler, and restarts from the beginning: of the rest of the data, if
-    /// the loader has resumed with another number of ranks.
+    /// Changes the seed of the sampler, and restarts from the beginning: of the rest of the data,
+    /// if the loader has resumed with another number of ranks.
     pub fn set_seed(&mut self, seed: u64) {
         self.sampler.seed = seed;
         self.progress = Arc::default();

@@ -105,7 +105,8 @@ impl DataLoader {
 
     /// Resumes at a position of a loader of the same data set: [`batches`](Self::batches) of its
     /// epoch returns the batches after it. With another number of ranks it returns the samples of
-    /// the epoch that no rank has taken; the position may be that of any rank.
+    /// the epoch that no rank has taken; the position may be that of any rank. That needs a sampler
+    /// that rounds up.
     ///
     /// # Errors
     ///
@@ -116,6 +117,11 @@ impl DataLoader {
         let DataPosition { epoch, batch, place, layout } = position;
         let now = self.layout();
         now.check(layout)?;
+        if layout.world_size != now.world_size && !now.round_up {
+            let text = "without `round_up` ranks take different numbers of samples, so it does not say for all of them \
+                        what is left: resume with as many ranks as before";
+            return Err(Error::Position(text.to_owned()));
+        }
         let theirs = self.with(layout, place);
         if !position.is_valid() || (!now.infinite && batch > theirs.range_from(epoch, 0).end) {
             let text = format!("no loader has {position:?}: was it saved by another program?");
@@ -379,6 +385,14 @@ mod tests {
             assert!(error.contains(says), "{error}");
             assert_eq!(loader.position(), before);
         }
+        // Ranks have taken different numbers of samples.
+        let mut uneven = own.clone();
+        uneven.sampler.round_up = false;
+        let position = uneven.position();
+        uneven.resume(position).unwrap();
+        uneven.sampler.world_size = 3;
+        let error = uneven.resume(position).unwrap_err().to_string();
+        assert!(error.contains("resume with as many ranks as before"), "{error}");
     }
 
     #[test]

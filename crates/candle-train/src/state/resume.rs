@@ -40,9 +40,10 @@ impl Trainer {
     /// time, also to go back to a checkpoint.
     ///
     /// Hyper-parameters, including learning rates, are those of the saved run. The seed has to be,
-    /// and the number of schedulers. Clipping, accumulation, precision (apart from a loss scale) and
-    /// the function of a schedule are not saved: they are the builder's, and may be changed between
-    /// two epochs. With another number of ranks the dropout masks and the order of averages differ.
+    /// and the number of schedulers. Clipping, accumulation, precision (apart from a loss scale)
+    /// and the function of a schedule are not saved: they are the builder's, and may be changed
+    /// between two epochs. With another number of ranks the dropout masks and the order of averages
+    /// differ.
     ///
     /// # Errors
     ///
@@ -205,7 +206,7 @@ impl Trainer {
         };
         checked.map_err(|error| {
             format!(
-                "{error}: the optimizer and `TrainerBuilder::frozen` have to be those of the saved run"
+                "{error}: the optimizer, `TrainerBuilder::groups` and `frozen` have to be those of the saved run"
             )
         })?;
         if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {

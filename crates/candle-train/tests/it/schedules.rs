@@ -191,7 +191,8 @@ fn a_rate_that_is_refused_changes_no_variable() {
         ranks(world_size, |group| {
             let (vars, all) = model(&["w"]);
             // The second step would have a negative rate.
-            let bad = SchedulerConfig::by_iters(Param::Lr, Shape::Exponential { gamma: -1.0 });
+            let bad =
+                SchedulerConfig::by_iters(Param::Lr, Shape::Poly { power: 1.0, eta_min: -100.0 });
             let builder = Trainer::builder(&vars).group(group);
             let mut train = sgd(builder.schedulers(RunLength::of_iters(STEPS), [bad]));
             train.step(|| loss(&all[0], 1.0)).unwrap();

@@ -208,6 +208,12 @@ mod tests {
             ("type = 'OneCycleLR'\neta_max = 1\ntotal_steps = 9", "`total_steps` is 9"),
             ("type = 'OneCycleLR'\neta_max = 1\ntotal_steps = 9\nend = 10", "`total_steps` is 9"),
             ("type = 'StepLR'\nstep_size = 0", "step_size"),
+            ("type = 'ExponentialLR'\ngamma = -0.5", "`gamma` must not be negative"),
+            ("type = 'PolyLR'\npower = -1", "`power` must not be negative"),
+            (
+                "type = 'OneCycleLR'\neta_max = 1\ntotal_steps = 9\nfinal_div_factor = 0",
+                "`final_div_factor` must be above 0",
+            ),
             ("type = 'StepLR'\nstep_size = 1\ngamma = inf", "must be finite"),
             ("type = 'CosineRestartLR'\nperiods = [1, 2]\neta_min = 0.0", "restart_weights"),
             ("type = 'CosineAnnealingLR'\neta_min = 0\neta_min_ratio = 0", "eta_min_ratio"),

@@ -97,7 +97,7 @@ pub struct RunLength {
 }
 
 impl RunLength {
-    /// A run that counts no epochs.
+    /// A run that counts no epochs: its schedulers are by iterations.
     #[must_use]
     pub const fn of_iters(iters: u64) -> Self {
         Self { epochs: 1, iters, epoch_length: iters }

@@ -283,7 +283,9 @@ mod tests {
     fn refused_value_changes_neither_schedulers_nor_optimizer() {
         let mut optimizer = sgd(1.0);
         let halves = SchedulerConfig::by_iters(Param::Lr, Shape::Exponential { gamma: 0.5 });
-        let bad = SchedulerConfig::by_iters(Param::Lr, Shape::Exponential { gamma: -1.0 });
+        // Its second value is negative.
+        let bad = Shape::Poly { power: 1.0, eta_min: -100.0 };
+        let bad = SchedulerConfig::by_iters(Param::Lr, bad);
         let length = RunLength::of_iters(8);
         let mut schedules = Schedules::new(vec![halves, bad], length, &[], &mut optimizer).unwrap();
         for _ in 0..2 {

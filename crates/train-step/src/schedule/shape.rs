@@ -149,6 +149,14 @@ impl Shape {
             Self::Linear { end_factor, .. } => {
                 (part.contains(end_factor), "`end_factor` must be from 0 to 1")
             }
+            Self::Exponential { gamma }
+            | Self::Step { gamma, .. }
+            | Self::MultiStep { gamma, .. }
+                if *gamma < 0.0 =>
+            {
+                (false, "`gamma` must not be negative")
+            }
+            Self::Poly { power, .. } => (*power >= 0.0, "`power` must not be negative"),
             Self::MultiStep { milestones, .. } => {
                 (milestones.is_sorted(), "`milestones` must be in ascending order")
             }
@@ -165,6 +173,9 @@ impl Shape {
             Self::Step { step_size, .. } => (some(*step_size), "`step_size` must be at least 1"),
             Self::OneCycle(cycle) if !some(cycle.total_steps) => {
                 (false, "`total_steps` must be at least 1")
+            }
+            Self::OneCycle(cycle) if cycle.div_factor <= 0.0 || cycle.final_div_factor <= 0.0 => {
+                (false, "`div_factor` and `final_div_factor` must be above 0")
             }
             Self::OneCycle(cycle) => {
                 (part.contains(&cycle.pct_start), "`pct_start` must be from 0 to 1")

@@ -81,8 +81,8 @@ impl Schedules {
         Ok(Self { all, configs, initial })
     }
 
-    /// Creates the schedulers again, for a run of another length, from the optimizer's values before
-    /// them.
+    /// Creates the schedulers again, for a run of another length, from the optimizer's values
+    /// before them.
     ///
     /// # Errors
     ///

@@ -105,8 +105,8 @@ impl DataLoader {
 
     /// Resumes at a position of a loader of the same data set: [`batches`](Self::batches) of its
     /// epoch returns the batches after it. With another number of ranks it returns the samples of
-    /// the epoch that no rank has taken; the position may be that of any rank. That needs a sampler
-    /// that rounds up.
+    /// the epoch that no rank has taken; the position may be that of any rank. The sampler must
+    /// round up.
     ///
     /// # Errors
     ///

@@ -5,6 +5,7 @@
 
 mod book;
 mod config;
+mod configs;
 mod corpus;
 mod fault;
 mod layering;

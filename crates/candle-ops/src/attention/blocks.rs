@@ -9,6 +9,7 @@ use crate::activation::softmax::{Rows, RowsBackward};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::real::Real;
 use crate::cpu::simd;
+use crate::sizes::AttentionSizes;
 
 /// Maximum number of queries in a block.
 const QUERIES: usize = 128;
@@ -106,13 +107,13 @@ impl Problem {
             work.load_keys(sample, kv_head);
             for block in self.blocks(sample, kv_head) {
                 work.weigh(block);
-                let own = resized(&mut own, block.rows * self.value_depth);
-                let values = &work.v[..block.seen * self.value_depth];
+                let own = resized(&mut own, block.rows * self.sizes.value_depth);
+                let values = &work.v[..block.seen * self.sizes.value_depth];
                 gemm(
                     own,
                     false,
                     work.shares(block),
-                    Mat::new(values, block.seen, self.value_depth),
+                    Mat::new(values, block.seen, self.sizes.value_depth),
                 );
                 Computed { values: own, at: block.at, scale: T::ONE }.copy_to(heads, y);
             }
@@ -128,11 +129,11 @@ impl Problem {
         dy: Operand<'_, T>,
         mut give: impl FnMut(usize, Computed<'_, T>),
     ) {
-        let (depth, width) = (self.depth, self.value_depth);
+        let (depth, width) = (self.sizes.depth, self.sizes.value_depth);
         let mut work = Work::new(self, inputs, mask);
         let (mut own, mut dweights, mut dq) = (Vec::new(), Vec::new(), Vec::new());
-        let mut dk = vec![T::ZERO; self.keys * depth];
-        let mut dv = vec![T::ZERO; self.keys * width];
+        let mut dk = vec![T::ZERO; self.sizes.keys * depth];
+        let mut dv = vec![T::ZERO; self.sizes.keys * width];
         for (sample, kv_head) in self.kv_heads() {
             work.load_keys(sample, kv_head);
             dk.fill(T::ZERO);
@@ -155,7 +156,7 @@ impl Problem {
                 gemm(&mut dk[..seen * depth], true, dweights.t(), queries);
                 let dq = resized(&mut dq, rows * depth);
                 gemm(dq, false, dweights, Mat::new(&work.k[..seen * depth], seen, depth));
-                give(0, Computed { values: dq, at, scale: T::of(self.scale) });
+                give(0, Computed { values: dq, at, scale: T::of(self.sizes.scale) });
             }
             let at = [sample, kv_head, 0];
             give(1, Computed { values: &dk, at, scale: T::ONE });
@@ -165,14 +166,14 @@ impl Problem {
 
     /// Samples and heads of the keys.
     fn kv_heads(&self) -> impl Iterator<Item = (usize, usize)> {
-        let kv_heads = self.kv_heads;
-        (0..self.samples).flat_map(move |sample| (0..kv_heads).map(move |head| (sample, head)))
+        let kv_heads = self.sizes.kv_heads;
+        (0..self.sizes.samples).flat_map(move |sample| (0..kv_heads).map(move |head| (sample, head)))
     }
 
     /// Blocks of queries with the same head of keys.
     fn blocks(&self, sample: usize, kv_head: usize) -> impl Iterator<Item = Block> {
-        let Self { queries, keys, causal, .. } = *self;
-        let group = self.heads / self.kv_heads;
+        let AttentionSizes { queries, keys, causal, heads, kv_heads, .. } = self.sizes;
+        let group = heads / kv_heads;
         (kv_head * group..(kv_head + 1) * group).flat_map(move |head| {
             (0..queries).step_by(QUERIES).map(move |first| {
                 let rows = QUERIES.min(queries - first);
@@ -207,7 +208,7 @@ impl<'a, T: Real> Work<'a, T> {
     }
 
     fn load_keys(&mut self, sample: usize, kv_head: usize) {
-        let (at, keys) = ([sample, kv_head, 0], self.of.keys);
+        let (at, keys) = ([sample, kv_head, 0], self.of.sizes.keys);
         self.inputs[1].gather(at, keys, T::ONE, &mut self.k);
         self.inputs[2].gather(at, keys, T::ONE, &mut self.v);
     }
@@ -215,13 +216,13 @@ impl<'a, T: Real> Work<'a, T> {
     /// Loads the queries of a block and computes their attention weights.
     fn weigh(&mut self, block: Block) {
         let Block { at, rows, seen } = block;
-        let depth = self.of.depth;
-        self.inputs[0].gather(at, rows, T::of(self.of.scale), &mut self.q);
+        let depth = self.of.sizes.depth;
+        self.inputs[0].gather(at, rows, T::of(self.of.sizes.scale), &mut self.q);
         let weights = resized(&mut self.weights, rows * seen);
         let keys = Mat::new(&self.k[..seen * depth], seen, depth);
         gemm(weights, false, Mat::new(&self.q, rows, depth), keys.t());
         self.add_mask(block);
-        let (causal, is_masked) = (self.of.causal.then_some(at[2]), self.mask.is_some());
+        let (causal, is_masked) = (self.of.sizes.causal.then_some(at[2]), self.mask.is_some());
         simd::run(Rows { rows: &mut self.weights, width: seen, causal, is_masked });
         self.drop_some(block);
     }
@@ -246,7 +247,7 @@ impl<'a, T: Real> Work<'a, T> {
 
     fn drop_some(&mut self, Block { at: [sample, head, first], rows, seen }: Block) {
         let Some(dropout) = &self.of.dropout else { return };
-        let Problem { heads, queries, keys, .. } = *self.of;
+        let AttentionSizes { heads, queries, keys, .. } = self.of.sizes;
         let factors = resized(&mut self.factors, rows * seen);
         let start = (sample * heads + head) * queries + first;
         for (row, factors) in factors.chunks_exact_mut(seen).enumerate() {

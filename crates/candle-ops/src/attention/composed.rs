@@ -3,12 +3,13 @@
 use candle_core::{D, Result, Tensor};
 
 use super::rope::Pairs;
-use super::{Extents, Problem};
+use super::Problem;
 use crate::activation::composed::softmax;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::elementwise::broadcast_add;
 use crate::graph::device::{scalar, widened};
+use crate::sizes::{AttentionSizes, PackedSizes};
 use crate::state::constants::constant;
 
 /// `x` is `[b, heads, t, d]`.
@@ -33,40 +34,41 @@ pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Resu
     Tensor::cat(&turned, of)?.reshape(x.shape())?.to_dtype(x.dtype())
 }
 
-pub(crate) fn self_attention(qkv: &Tensor, extents: Extents) -> Result<Tensor> {
-    let Extents { samples, positions, heads, depth, .. } = extents;
+pub(crate) fn self_attention(qkv: &Tensor, sizes: PackedSizes) -> Result<Tensor> {
+    let PackedSizes { samples, positions, heads, depth, .. } = sizes;
     #[cfg(feature = "cuda")]
     if let Some(kernels) = cuda::of_many(qkv, positions * positions) {
-        return cuda::self_attention(&kernels, qkv, extents);
+        return cuda::self_attention(&kernels, qkv, sizes);
     }
     let part = |part: usize| {
-        qkv.narrow(2, part * extents.width(), extents.width())?
+        qkv.narrow(2, part * sizes.width(), sizes.width())?
             .reshape((samples, positions, heads, depth))?
             .transpose(1, 2)?
             .contiguous()
     };
-    let y = attention([&part(0)?, &part(1)?, &part(2)?], &extents.problem())?;
-    y.transpose(1, 2)?.reshape(extents.output_shape())
+    let y = attention([&part(0)?, &part(1)?, &part(2)?], &sizes.separate().into())?;
+    y.transpose(1, 2)?.reshape(sizes.output_shape())
 }
 
 /// Heads with the same keys are the rows of one product.
 pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor> {
-    let Problem { samples, heads, kv_heads, queries, keys, .. } = *of;
+    let sizes = &of.sizes;
+    let AttentionSizes { samples, heads, kv_heads, queries, keys, .. } = *sizes;
     let rows = heads / kv_heads * queries;
     #[cfg(feature = "cuda")]
     if of.mask.is_none()
         && of.dropout.is_none()
         && let Some(kernels) = cuda::of_many(q, rows * keys)
     {
-        return cuda::attention(&kernels, [q, k, v], of);
+        return cuda::attention(&kernels, [q, k, v], sizes);
     }
     let (k, v) = (k.contiguous()?, v.contiguous()?);
-    let grouped = (q * of.scale)?.reshape((samples, kv_heads, rows, of.depth))?;
-    let mut scores = grouped.matmul(&k.t()?)?.reshape(of.scores_shape())?;
+    let grouped = (q * sizes.scale)?.reshape((samples, kv_heads, rows, sizes.depth))?;
+    let mut scores = grouped.matmul(&k.t()?)?.reshape(sizes.scores_shape())?;
     if let Some(mask) = &of.mask {
         scores = broadcast_add(&scores.to_dtype(mask.dtype())?, mask)?;
     }
-    if of.causal {
+    if sizes.causal {
         let seen = constant("causal", &[queries, keys], q.device(), || {
             let seen = (0..queries).flat_map(|i| (0..keys).map(move |j| u8::from(j <= i)));
             Tensor::from_iter(seen, q.device())?.reshape((queries, keys))
@@ -82,7 +84,7 @@ pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor>
         weights = dropout.multiply(&weights)?;
     }
     let y = weights.reshape((samples, kv_heads, rows, keys))?.matmul(&v)?;
-    y.reshape((samples, heads, queries, of.value_depth))
+    y.reshape((samples, heads, queries, sizes.value_depth))
 }
 
 /// Softmax that returns 0 for rows of only negative infinity.

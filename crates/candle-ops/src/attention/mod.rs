@@ -18,6 +18,7 @@ use crate::cpu::real::Real;
 use crate::elementwise::dropout::Factors;
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply1, apply3};
+use crate::sizes::{AttentionSizes, PackedSizes};
 
 /// Options of [`self_attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +87,7 @@ pub fn scaled_dot_product_attention(
 ) -> Result<Tensor> {
     let [q, k, v] = cast("scaled_dot_product_attention", [q, k, v])?;
     let mut problem = Problem::new([&q, &k, &v], options)?;
-    let count = problem.scores_shape().elem_count();
+    let count = problem.sizes.scores_shape().elem_count();
     problem.dropout = Factors::draw(options.dropout, count)?;
     let is_tracked = problem.mask.as_ref().is_some_and(Tensor::track_op);
     if device::composes(&q) || is_tracked {
@@ -106,28 +107,17 @@ pub fn scaled_dot_product_attention(
 /// An unsupported shape or dtype.
 pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     let [qkv] = cast("scaled_dot_product_attention", [qkv])?;
-    let extents = Extents::new(qkv.shape(), options)?;
+    let sizes = PackedSizes::new(qkv.shape(), options)?;
     if device::composes(&qkv) {
-        return composed::self_attention(&qkv, extents);
+        return composed::self_attention(&qkv, sizes);
     }
-    apply1(Packed(extents), [qkv])
+    apply1(Packed(sizes), [qkv])
 }
 
-/// The sizes of one attention call, checked for consistency.
+/// One call of attention, checked for consistency.
 #[derive(Debug)]
 pub(crate) struct Problem {
-    pub(crate) samples: usize,
-    pub(crate) heads: usize,
-    pub(crate) kv_heads: usize,
-    pub(crate) queries: usize,
-    pub(crate) keys: usize,
-    /// Width of one head's queries and keys.
-    pub(crate) depth: usize,
-    /// Width of one head's values.
-    pub(crate) value_depth: usize,
-    pub(crate) causal: bool,
-    /// Factor of the scores.
-    pub(crate) scale: f64,
+    pub(crate) sizes: AttentionSizes,
     /// The tensor added to the scores: contiguous, of four dimensions, in the compute type.
     pub(crate) mask: Option<Tensor>,
     pub(crate) dropout: Option<Factors>,
@@ -149,7 +139,7 @@ impl Problem {
             let (q, k, v) = (q.dtype(), k.dtype(), v.dtype());
             bail!("attention: queries of {q:?}, keys of {k:?} and values of {v:?} need one type");
         }
-        let mut problem = Self {
+        let mut problem = Self::from(AttentionSizes {
             samples,
             heads,
             kv_heads,
@@ -158,24 +148,17 @@ impl Problem {
             depth,
             value_depth,
             causal: options.causal,
-            scale: options.scale.unwrap_or_else(|| default_scale(depth)),
-            mask: None,
-            dropout: None,
-        };
+            scale: options.scale.unwrap_or_else(|| AttentionSizes::default_scale(depth)),
+        });
         if let Some(mask) = options.mask {
             problem.mask = Some(problem.additive(mask, q.dtype())?);
         }
         Ok(problem)
     }
 
-    /// Shape of the scores and attention weights.
-    pub(crate) fn scores_shape(&self) -> Shape {
-        (self.samples, self.heads, self.queries, self.keys).into()
-    }
-
     /// The mask as numbers to add.
     fn additive(&self, mask: &Tensor, dtype: DType) -> Result<Tensor> {
-        let scores = self.scores_shape();
+        let scores = self.sizes.scores_shape();
         let fits = mask.shape().broadcast_shape_binary_op(&scores, "attention");
         if fits.ok().as_ref() != Some(&scores) {
             bail!("attention: a mask of shape {:?} does not fit scores {scores:?}", mask.shape());
@@ -204,8 +187,11 @@ impl Problem {
     }
 }
 
-fn default_scale(depth: usize) -> f64 {
-    (depth as f64).sqrt().recip()
+impl From<AttentionSizes> for Problem {
+    /// A call without a mask and dropout.
+    fn from(sizes: AttentionSizes) -> Self {
+        Self { sizes, mask: None, dropout: None }
+    }
 }
 
 /// Attention of three tensors: queries, keys and values.
@@ -214,7 +200,7 @@ struct Separate(Problem);
 impl Separate {
     /// Memory layouts of queries, keys, values and results.
     fn heads(&self) -> [Heads; 4] {
-        let Problem { heads, kv_heads, queries, keys, depth, value_depth, .. } = self.0;
+        let AttentionSizes { heads, kv_heads, queries, keys, depth, value_depth, .. } = self.0.sizes;
         [
             Heads::separate(heads, queries, depth),
             Heads::separate(kv_heads, keys, depth),
@@ -228,7 +214,7 @@ impl Operator<3> for Separate {
     const NAME: &'static str = "scaled_dot_product_attention";
 
     fn forward<T: Real>(&self, [q, k, v]: [Input<'_>; 3]) -> Result<(Vec<T>, Shape)> {
-        let Problem { samples, heads, queries, value_depth, .. } = self.0;
+        let AttentionSizes { samples, heads, queries, value_depth, .. } = self.0.sizes;
         let (q, k, v) = (q.values::<T>()?, k.values::<T>()?, v.values::<T>()?);
         let [of_q, of_k, of_v, of_y] = self.heads();
         let inputs = [Operand(&q, of_q), Operand(&k, of_k), Operand(&v, of_v)];
@@ -257,18 +243,7 @@ impl Operator<3> for Separate {
     }
 }
 
-/// The sizes of one call of [`self_attention`], checked for consistency.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Extents {
-    pub(crate) samples: usize,
-    pub(crate) positions: usize,
-    pub(crate) heads: usize,
-    /// Width of one head.
-    pub(crate) depth: usize,
-    pub(crate) causal: bool,
-}
-
-impl Extents {
+impl PackedSizes {
     pub(crate) fn new(
         qkv: &Shape,
         AttentionOptions { heads, causal }: AttentionOptions,
@@ -281,37 +256,10 @@ impl Extents {
         }
         Ok(Self { samples, positions, heads, depth: width / heads, causal })
     }
-
-    /// Width of the result.
-    pub(crate) fn width(&self) -> usize {
-        self.heads * self.depth
-    }
-
-    /// Shape of the result.
-    pub(crate) fn output_shape(&self) -> Shape {
-        (self.samples, self.positions, self.width()).into()
-    }
-
-    pub(crate) fn problem(&self) -> Problem {
-        let Self { samples, positions, heads, depth, causal } = *self;
-        Problem {
-            samples,
-            heads,
-            kv_heads: heads,
-            queries: positions,
-            keys: positions,
-            depth,
-            value_depth: depth,
-            causal,
-            scale: default_scale(depth),
-            mask: None,
-            dropout: None,
-        }
-    }
 }
 
 /// Attention of queries, keys and values in one tensor.
-struct Packed(Extents);
+struct Packed(PackedSizes);
 
 impl Packed {
     /// Queries, keys and values in `qkv`.
@@ -331,7 +279,7 @@ impl Operator<1> for Packed {
     fn forward<T: Real>(&self, [qkv]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
         let qkv = qkv.values::<T>()?;
         let mut y = vec![T::ZERO; qkv.len() / 3];
-        self.0.problem().forward(self.operands(&qkv), None, self.heads(1, 0), &mut y);
+        Problem::from(self.0.separate()).forward(self.operands(&qkv), None, self.heads(1, 0), &mut y);
         Ok((y, self.0.output_shape()))
     }
 
@@ -344,7 +292,7 @@ impl Operator<1> for Packed {
         let (qkv, dy) = (qkv.values::<T>()?, dy.values::<T>()?);
         let mut dx = vec![T::ZERO; qkv.len()];
         let (inputs, dy) = (self.operands(&qkv), Operand(&dy, self.heads(1, 0)));
-        self.0.problem().backward(inputs, None, dy, |part, rows| {
+        Problem::from(self.0.separate()).backward(inputs, None, dy, |part, rows| {
             rows.copy_to(inputs[part].1, &mut dx);
         });
         Ok([Some(dx)])

@@ -2,11 +2,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::grouped::Grouped;
-use super::{Geometry, Window};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::elementwise::broadcast_add;
+use crate::sizes::{Geometry, Grouped, Window};
 
 pub(crate) fn conv2d(
     x: &Tensor,

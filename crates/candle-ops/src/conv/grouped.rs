@@ -5,18 +5,12 @@ use std::ops::Range;
 use candle_core::{Result, Shape, Tensor, bail};
 
 use super::composed;
-use super::{ConvOptions, Geometry, inside};
+use super::{ConvOptions, inside};
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel as Loop};
 use crate::cpu::sums::{dot_centered, sum};
 use crate::linear::weighted::{Gradients, Kernel};
-
-/// The convolution of one group, and the number of groups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Grouped {
-    pub(crate) one: Geometry,
-    pub(crate) groups: usize,
-}
+use crate::sizes::{Geometry, Grouped};
 
 impl Kernel for Grouped {
     type Options = ConvOptions;

@@ -15,28 +15,13 @@ use std::ops::Range;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use self::grouped::Grouped;
 use self::winograd::Winograd;
 use crate::cpu::gemm::{Mat, gemm};
 use crate::cpu::real::Real;
 use crate::cpu::sums::sum;
 use crate::linear::weighted::{self, Gradients, Kernel};
+use crate::sizes::{Geometry, Grouped, Window};
 use crate::state::autotune;
-
-/// Stride and padding of a window, the same in both dimensions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Window {
-    /// Distance between neighbouring windows, at least 1.
-    pub stride: usize,
-    /// Rows and columns added on each side.
-    pub padding: usize,
-}
-
-impl Default for Window {
-    fn default() -> Self {
-        Self { stride: 1, padding: 0 }
-    }
-}
 
 /// Options of [`conv2d`] and [`conv1d`](crate::conv1d). A [`Window`] converts to options without
 /// dilation and with one group.
@@ -96,23 +81,6 @@ pub fn conv2d(
     } else {
         weighted::apply::<Grouped>(x, weight, bias, options)
     }
-}
-
-/// The sizes of one convolution, checked for consistency.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Geometry {
-    pub(crate) images: usize,
-    pub(crate) channels: usize,
-    pub(crate) height: usize,
-    pub(crate) width: usize,
-    pub(crate) out_channels: usize,
-    pub(crate) kernel_height: usize,
-    pub(crate) kernel_width: usize,
-    pub(crate) out_height: usize,
-    pub(crate) out_width: usize,
-    pub(crate) window: Window,
-    /// Distance between neighbouring taps.
-    pub(crate) dilation: usize,
 }
 
 impl Kernel for Geometry {
@@ -278,28 +246,6 @@ impl Geometry {
             }
         }
         Gradients { x: dx, weight: dw, bias: db }
-    }
-
-    /// Number of elements in one input image.
-    pub(crate) fn image(&self) -> usize {
-        self.channels * self.height * self.width
-    }
-
-    /// Number of output pixels in one image and channel.
-    pub(crate) fn pixels(&self) -> usize {
-        self.out_height * self.out_width
-    }
-
-    /// Number of weights per output channel: the inner dimension of the product.
-    pub(crate) fn depth(&self) -> usize {
-        self.channels * self.kernel_height * self.kernel_width
-    }
-
-    /// Number of elements of the largest tensor besides the input: the result, or the columns of
-    /// one image.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn largest(&self) -> usize {
-        self.pixels() * self.depth().max(self.images * self.out_channels)
     }
 
     /// Number of images unrolled at once.

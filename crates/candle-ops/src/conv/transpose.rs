@@ -3,11 +3,11 @@
 use candle_core::{Result, Shape, Tensor, bail};
 
 use super::composed;
-use super::grouped::Grouped;
-use super::{ConvOptions, Geometry, Window, conv2d};
+use super::{ConvOptions, conv2d};
 use crate::cpu::real::Real;
 use crate::cpu::sums::sum;
 use crate::linear::weighted::{self, Gradients, Kernel};
+use crate::sizes::{Geometry, Grouped, Window};
 
 /// Options of [`conv_transpose2d`] and [`conv_transpose1d`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,8 +15,8 @@ use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::rows::Softmax;
 use super::{Kernel, Kernels, Output, one_type};
-use crate::attention::{Extents, Problem};
 use crate::graph::custom_op::{apply1, apply3};
+use crate::sizes::{AttentionSizes, PackedSizes};
 
 /// Bytes of scores at a time. The backward pass has gradients of the same size. An A100's cache has
 /// 40 MiB, an H100's 50.
@@ -25,9 +25,9 @@ const BUDGET: usize = 12 << 20;
 pub(in super::super) fn self_attention(
     kernels: &Arc<Kernels>,
     qkv: &Tensor,
-    extents: Extents,
+    sizes: PackedSizes,
 ) -> Result<Tensor> {
-    packed(kernels, qkv, extents, None)
+    packed(kernels, qkv, sizes, None)
 }
 
 /// Attention of queries, keys and values in one tensor; with this many bytes of scores at a time,
@@ -35,11 +35,11 @@ pub(in super::super) fn self_attention(
 pub(super) fn packed(
     kernels: &Arc<Kernels>,
     qkv: &Tensor,
-    extents: Extents,
+    sizes: PackedSizes,
     budget: Option<usize>,
 ) -> Result<Tensor> {
     let qkv = &qkv.contiguous()?;
-    let Extents { samples, positions, heads, depth, causal } = extents;
+    let PackedSizes { samples, positions, heads, depth, causal } = sizes;
     let of = Attention {
         dtype: qkv.dtype(),
         heads,
@@ -51,7 +51,7 @@ pub(super) fn packed(
         seen: if causal { positions } else { 0 },
         budget: budget.unwrap_or(BUDGET),
     };
-    let width = extents.width();
+    let width = sizes.width();
     // The number of parts in a tensor.
     let part = move |at: u64, part: usize, parts: usize| Place {
         at: at + (part * width * of.dtype.size_in_bytes()) as u64,
@@ -59,7 +59,7 @@ pub(super) fn packed(
         step: positions * parts * width,
         line: parts * width,
     };
-    let y = kernels.empty(extents.output_shape(), of.dtype)?;
+    let y = kernels.empty(sizes.output_shape(), of.dtype)?;
     let parts = move |at| [0, 1, 2].map(|i| part(at, i, 3));
     let inputs = parts(kernels.address(qkv)?);
     let fused = Fused::of(kernels, &of, inputs).filter(|_| budget.is_none());
@@ -83,20 +83,20 @@ pub(super) fn packed(
 pub(in super::super) fn attention(
     kernels: &Arc<Kernels>,
     [q, k, v]: [&Tensor; 3],
-    problem: &Problem,
+    sizes: &AttentionSizes,
 ) -> Result<Tensor> {
-    separate(kernels, [q, k, v], problem, None)
+    separate(kernels, [q, k, v], sizes, None)
 }
 
 pub(super) fn separate(
     kernels: &Arc<Kernels>,
     [q, k, v]: [&Tensor; 3],
-    problem: &Problem,
+    sizes: &AttentionSizes,
     budget: Option<usize>,
 ) -> Result<Tensor> {
     one_type("attention", q, [Some(k), Some(v)])?;
     let (q, k, v) = (&q.contiguous()?, &k.contiguous()?, &v.contiguous()?);
-    let Problem { samples, heads, kv_heads, queries, keys, depth, value_depth, .. } = *problem;
+    let AttentionSizes { samples, heads, kv_heads, queries, keys, depth, value_depth, .. } = *sizes;
     let of = Attention {
         dtype: q.dtype(),
         heads: 1,
@@ -104,8 +104,8 @@ pub(super) fn separate(
         queries: heads / kv_heads * queries,
         keys,
         depths: [depth, value_depth],
-        scale: problem.scale as f32,
-        seen: if problem.causal { queries } else { 0 },
+        scale: sizes.scale as f32,
+        seen: if sizes.causal { queries } else { 0 },
         budget: budget.unwrap_or(BUDGET),
     };
     let place = |at: u64, rows: usize, line: usize| Place { at, head: 0, step: rows * line, line };

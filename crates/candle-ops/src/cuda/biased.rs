@@ -19,7 +19,7 @@ use candle_core::{DType, Result};
 use half::{bf16, f16};
 
 use super::Kernels;
-use crate::linear::Extents;
+use crate::sizes::LinearSizes;
 
 /// cuBLASLt and its workspace; `None` if either fails.
 pub(super) fn library(stream: &Arc<CudaStream>) -> Option<CudaBlasLT> {
@@ -69,7 +69,7 @@ impl Kernels {
     pub(super) unsafe fn multiply_biased(
         &self,
         dtype: DType,
-        extents: Extents,
+        sizes: LinearSizes,
         addresses: [u64; 4],
     ) -> Result<bool> {
         let Some(lt) = &self.lt else { return Ok(false) };
@@ -79,9 +79,9 @@ impl Kernels {
         }
         let done = match dtype {
             // SAFETY: the caller's.
-            DType::F16 => unsafe { multiply::<f16>(lt, extents, addresses) },
+            DType::F16 => unsafe { multiply::<f16>(lt, sizes, addresses) },
             // SAFETY: the caller's.
-            DType::BF16 => unsafe { multiply::<bf16>(lt, extents, addresses) },
+            DType::BF16 => unsafe { multiply::<bf16>(lt, sizes, addresses) },
             _ => return Ok(false),
         };
         match done {
@@ -97,7 +97,7 @@ impl Kernels {
 /// As [`Kernels::multiply_biased`], for elements of type `T`.
 unsafe fn multiply<T>(
     lt: &CudaBlasLT,
-    Extents { rows, inputs, outputs }: Extents,
+    LinearSizes { rows, inputs, outputs }: LinearSizes,
     [x, weight, bias, y]: [u64; 4],
 ) -> std::result::Result<(), CublasError>
 where

@@ -10,9 +10,8 @@ use super::matmul::{Matrices, ONE};
 use super::node::node_of;
 use super::norm::sums_of_channels;
 use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};
-use crate::conv::Geometry;
-use crate::conv::grouped::Grouped;
 use crate::graph::custom_op::{apply2, apply3};
+use crate::sizes::{Geometry, Grouped};
 
 /// `None` if there is neither cuDNN nor a kernel for it.
 pub(in super::super) fn conv2d(

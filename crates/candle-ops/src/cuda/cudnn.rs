@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 
 use super::Kernels;
 use crate::allows_tf32;
-use crate::conv::grouped::Grouped;
+use crate::sizes::Grouped;
 use crate::state::autotune;
 
 /// Maximum workspace of an algorithm, in bytes.

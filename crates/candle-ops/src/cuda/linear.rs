@@ -13,8 +13,7 @@ use super::node::node;
 use super::{Kernel, Kernels, blocks_of_warps, one_type, pair, stretches};
 use crate::graph::custom_op::{apply2, apply3};
 use crate::graph::tape;
-use crate::linear::Extents;
-use crate::linear::weighted::Kernel as _;
+use crate::sizes::LinearSizes;
 
 /// `x * weight^T + bias`.
 pub(in super::super) fn linear(
@@ -22,12 +21,12 @@ pub(in super::super) fn linear(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    extents: Extents,
+    sizes: LinearSizes,
 ) -> Result<Tensor> {
     one_type("linear", x, [Some(weight), bias])?;
     let (input, variable) = (&x.contiguous()?, &variable(weight));
     let (kernels, weight) = (kernels.clone(), weight.detach().contiguous()?);
-    let of = Linear { kernels, weight, extents };
+    let of = Linear { kernels, weight, sizes };
     let y = of.forward(input, bias)?;
     let Some(bias) = bias else {
         let backward = move |[x, weight]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
@@ -36,7 +35,7 @@ pub(in super::super) fn linear(
         return apply2(node("linear", y, backward), [input, variable]);
     };
     let backward = move |[x, weight, bias]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
-        let sums = || of.kernels.column_sums(dy, extents.outputs)?.to_dtype(bias.dtype());
+        let sums = || of.kernels.column_sums(dy, sizes.outputs)?.to_dtype(bias.dtype());
         let db = bias.track_op().then(sums).transpose()?;
         Ok([of.input_gradient(x, dy)?, of.weight_gradient(x, weight, dy)?, db])
     };
@@ -53,7 +52,7 @@ struct Linear {
     kernels: Arc<Kernels>,
     /// The type of the input.
     weight: Tensor,
-    extents: Extents,
+    sizes: LinearSizes,
 }
 
 impl Linear {
@@ -62,15 +61,15 @@ impl Linear {
     }
 
     fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<super::Output> {
-        let Extents { rows, inputs, outputs } = self.extents;
+        let LinearSizes { rows, inputs, outputs } = self.sizes;
         let (kernels, dtype) = (&self.kernels, x.dtype());
-        let y = kernels.empty(self.extents.output_shape(x.shape()), dtype)?;
+        let y = kernels.empty(self.sizes.output_shape(x.shape()), dtype)?;
         let bias = bias.map(Tensor::contiguous).transpose()?;
         let (from, weight) = (self.matrix(x)?, self.matrix(&self.weight)?);
         if let Some(bias) = &bias {
             let all = [from.at, weight.at, kernels.address(bias)?, y.at];
             // SAFETY: matrices of these extents.
-            if unsafe { kernels.multiply_biased(dtype, self.extents, all) }? {
+            if unsafe { kernels.multiply_biased(dtype, self.sizes, all) }? {
                 return Ok(y);
             }
         }
@@ -90,7 +89,7 @@ impl Linear {
         if !x.track_op() {
             return Ok(None);
         }
-        let Extents { rows, inputs, outputs } = self.extents;
+        let LinearSizes { rows, inputs, outputs } = self.sizes;
         let dx = self.kernels.empty(x.shape(), x.dtype())?;
         let to = Matrices::new(dx.at, x.dtype(), 0);
         let factors = [self.matrix(dy)?, self.matrix(&self.weight)?, to];
@@ -109,7 +108,7 @@ impl Linear {
         if !variable.track_op() {
             return Ok(None);
         }
-        let Extents { rows, inputs, outputs } = self.extents;
+        let LinearSizes { rows, inputs, outputs } = self.sizes;
         let dw = self.kernels.empty(variable.shape(), variable.dtype())?;
         let to = Matrices::new(dw.at, variable.dtype(), 0);
         let factors = [self.matrix(dy)?.t(), self.matrix(x)?, to];

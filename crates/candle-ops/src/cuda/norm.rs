@@ -9,7 +9,7 @@ use super::channels_last::Order;
 use super::node::node_of;
 use super::{FOLDED, Kernel, Kernels, blocks_of_warps, pair, stretches};
 use crate::graph::custom_op::apply3;
-use crate::norm::batch_norm::{BatchNormOptions, Planes, Statistics};
+use crate::sizes::{BatchNormOptions, Planes, Statistics};
 
 /// With the given statistics or those of the batch, which are returned.
 pub(in super::super) fn batch_norm(

@@ -8,7 +8,7 @@ use super::channels_last::Order;
 use super::node::{node, node_of};
 use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, pair, stretches};
 use crate::graph::custom_op::apply1;
-use crate::image::pool::Windows;
+use crate::sizes::Windows;
 
 pub(in super::super) fn max_pool2d(
     kernels: &Arc<Kernels>,

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use super::conv::{Conv, Convolve as _};
 use super::cudnn_tests::without_cudnn;
 use super::{KERNELS, Kernels, of};
-use crate::conv::Geometry;
+use crate::sizes::Geometry;
 use crate::linear::weighted::Kernel;
 use crate::tests::{distance, distance_within, flat, values};
 use crate::{

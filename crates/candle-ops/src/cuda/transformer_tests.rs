@@ -12,7 +12,8 @@ use super::attention::{packed, separate};
 use super::tests::{
     TYPES, assert_alike, assert_sums_alike, kernels, own_launches, run_on, with_kernels,
 };
-use crate::attention::{Extents, Problem};
+use crate::attention::Problem;
+use crate::sizes::PackedSizes;
 use crate::tests::{distance, flat, values};
 use crate::{
     AttentionOptions, Context, SdpaOptions, add, autocast, cross_entropy, embedding,
@@ -281,12 +282,12 @@ fn attention_in_blocks_has_the_bits_of_all_at_once() {
     let device = Device::Cuda(kernels.device.clone());
     let options = AttentionOptions { heads: 4, causal: true };
     let qkv = values("qkv", &[3, 7, 3 * 4 * 5]).to_dtype(DType::F16).unwrap();
-    let extents = Extents::new(qkv.shape(), options).unwrap();
+    let sizes = PackedSizes::new(qkv.shape(), options).unwrap();
     // Bytes of a matrix of scores.
     let matrix = 7 * 7 * 2;
     let run = |budget: usize| {
         let before = own_launches("softmax");
-        let op = |t: &[Tensor]| packed(&kernels, &t[0], extents, Some(budget));
+        let op = |t: &[Tensor]| packed(&kernels, &t[0], sizes, Some(budget));
         let all = with_kernels(&kernels, || run_on(&device, std::slice::from_ref(&qkv), &op));
         let softmaxes = own_launches("softmax").zip(before).map(|(after, before)| after - before);
         (all.iter().map(flat).collect::<Vec<_>>(), softmaxes)
@@ -320,8 +321,8 @@ fn attention_of_separate_tensors_is_the_cpus() {
             let device = Device::Cuda(kernels.device.clone());
             let run = |budget: usize| {
                 let op = |t: &[Tensor]| {
-                    let of = Problem::new([&t[0], &t[1], &t[2]], options)?;
-                    separate(&kernels, [&t[0], &t[1], &t[2]], &of, Some(budget))
+                    let sizes = Problem::new([&t[0], &t[1], &t[2]], options)?.sizes;
+                    separate(&kernels, [&t[0], &t[1], &t[2]], &sizes, Some(budget))
                 };
                 let all = with_kernels(&kernels, || run_on(&device, &f16, &op));
                 all.iter().map(flat).collect::<Vec<_>>()

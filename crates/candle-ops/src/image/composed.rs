@@ -2,11 +2,11 @@
 
 use candle_core::{Result, Tensor};
 
-use super::pool::Windows;
 use super::upsample::Axis;
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::graph::device::widened;
+use crate::sizes::Windows;
 use crate::state::constants::constant;
 
 /// Gathers the pixels of every window into a row, and takes the largest value of each row.

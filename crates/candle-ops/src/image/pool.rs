@@ -6,11 +6,12 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use super::composed;
 use crate::cast;
-use crate::conv::{Window, inside, positions};
+use crate::conv::{inside, positions};
 use crate::cpu::real::Real;
 use crate::cpu::sums::sum;
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply1};
+use crate::sizes::{Window, Windows};
 
 /// Max pooling with any kernel, stride and padding, including the overlapping 3 x 3 / stride 2 of
 /// ResNet's stem, which stock candle cannot differentiate.
@@ -32,19 +33,6 @@ pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
     apply1(MaxPool { extents, taken: OnceLock::new() }, [x])
 }
 
-/// The sizes of images and of the windows over them, checked for consistency.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Windows {
-    pub(crate) images: usize,
-    pub(crate) channels: usize,
-    pub(crate) height: usize,
-    pub(crate) width: usize,
-    pub(crate) out_height: usize,
-    pub(crate) out_width: usize,
-    pub(crate) kernel: usize,
-    pub(crate) window: Window,
-}
-
 impl Windows {
     fn new(x: &Shape, kernel: usize, window: Window) -> Result<Self> {
         if window.padding > kernel / 2 {
@@ -57,11 +45,6 @@ impl Windows {
         let (out_height, out_width) =
             (positions(height, kernel, window)?, positions(width, kernel, window)?);
         Ok(Self { images, channels, height, width, out_height, out_width, kernel, window })
-    }
-
-    /// Shape of the result.
-    pub(crate) fn output_shape(&self) -> Shape {
-        (self.images, self.channels, self.out_height, self.out_width).into()
     }
 }
 

@@ -10,6 +10,7 @@ use self::weighted::{Bf16Kernel, Gradients, Kernel};
 use crate::cpu::gemm::{Factor, Mat, gemm};
 use crate::cpu::gemm_bf16;
 use crate::cpu::real::Real;
+use crate::sizes::LinearSizes;
 
 /// `x * weight^T + bias`.
 ///
@@ -23,18 +24,10 @@ use crate::cpu::real::Real;
 ///
 /// Mismatched shapes or dtypes.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    weighted::apply::<Extents>(x, weight, bias, ())
+    weighted::apply::<LinearSizes>(x, weight, bias, ())
 }
 
-/// The sizes of the product, checked for consistency.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Extents {
-    pub(crate) rows: usize,
-    pub(crate) inputs: usize,
-    pub(crate) outputs: usize,
-}
-
-impl Extents {
+impl LinearSizes {
     fn product<T: Real, E: Factor<T>>(&self, x: &[E], weight: &[E], bias: Option<&[T]>) -> Vec<T> {
         let mut y = vec![T::ZERO; self.rows * self.outputs];
         if let Some(bias) = bias {
@@ -68,7 +61,7 @@ impl Extents {
     }
 }
 
-impl Kernel for Extents {
+impl Kernel for LinearSizes {
     type Options = ();
     const NAME: &'static str = "linear";
 
@@ -88,9 +81,7 @@ impl Kernel for Extents {
     }
 
     fn output_shape(&self, x: &Shape) -> Shape {
-        let mut dims = x.dims().to_vec();
-        *dims.last_mut().expect("an input has a last dimension") = self.outputs;
-        dims.into()
+        self.output_shape(x)
     }
 
     fn forward<T: Real>(&self, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T> {
@@ -114,7 +105,7 @@ impl Kernel for Extents {
     }
 }
 
-impl Bf16Kernel for Extents {
+impl Bf16Kernel for LinearSizes {
     fn forward(&self, x: &[bf16], weight: &[bf16], bias: Option<&[f32]>) -> Vec<f32> {
         self.product(x, weight, bias)
     }

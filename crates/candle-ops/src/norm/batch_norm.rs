@@ -13,24 +13,7 @@ use crate::cpu::sums::{dot_centered, sum, sum_by};
 use crate::elementwise::relu_of;
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply3};
-
-/// Mean and variance per channel.
-#[derive(Clone, Debug)]
-pub struct Statistics {
-    /// Mean: `[c]`, `f32`.
-    pub mean: Tensor,
-    /// Variance: `[c]`, `f32`. For a batch it is biased, that is, divided by the number of values.
-    pub var: Tensor,
-}
-
-/// Options of [`batch_norm`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct BatchNormOptions {
-    /// Added to the variance.
-    pub eps: f32,
-    /// Whether a ReLU follows.
-    pub relu: bool,
-}
+use crate::sizes::{BatchNormOptions, Planes, Statistics};
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta` per channel, with the statistics of the batch,
 /// which are returned; optionally followed by ReLU.
@@ -227,23 +210,7 @@ impl BatchNorm {
     }
 }
 
-/// The sizes of a tensor of images, seen as planes of one channel each.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Planes {
-    pub(crate) images: usize,
-    pub(crate) channels: usize,
-    pub(crate) pixels: usize,
-}
-
 impl Planes {
-    pub(crate) fn new(shape: &Shape) -> Result<Self> {
-        let (images, channels, height, width) = shape.dims4()?;
-        if channels * height * width == 0 {
-            bail!("batch_norm: nothing to normalise in shape {shape:?}");
-        }
-        Ok(Self { channels, pixels: height * width, images })
-    }
-
     /// Number of values per channel.
     fn values(&self) -> usize {
         self.images * self.pixels

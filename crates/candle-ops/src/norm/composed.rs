@@ -2,11 +2,11 @@
 
 use candle_core::{D, DType, Result, Tensor};
 
-use super::batch_norm::{BatchNormOptions, Planes, Statistics};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::elementwise::composed::relu;
 use crate::graph::device::widened;
+use crate::sizes::{BatchNormOptions, Planes, Statistics};
 
 /// `x` is `[n, c, ...]`.
 pub(crate) fn group_norm(

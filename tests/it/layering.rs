@@ -118,12 +118,15 @@ const FOLDERS: &[&str] = &[
 const LAUNCH_FOLDERS: &[&str] =
     &["error", "address", "options", "rank", "output", "job", "nodes", "cli"];
 
-/// The same for `candle-ops`, but for `cuda`: an operator launches its kernel, and a kernel takes
-/// the extents of its operator.
+/// The same for `candle-ops`. An operator finds its kernel by a trait of `kernels`, which `cuda`
+/// implements.
 const OPERATOR_FOLDERS: &[&str] = &[
+    "sizes",
+    "kernels",
     "cpu",
     "state",
     "graph",
+    "cuda",
     "autocast",
     "elementwise",
     "activation",
@@ -191,10 +194,9 @@ fn check_imports(krate: &str, root: &[&str], folders: &[&str], exceptions: &[(&s
         let folder = name.components().next().unwrap().as_os_str().to_str().unwrap();
         let folder = folder.trim_end_matches(".rs");
         let stem = file.file_stem().unwrap().to_str().unwrap();
-        // The roots of the library, the program and the module, files of tests alone, and
-        // `candle-ops`' kernels.
+        // The roots of the library, the program and the module, and files of tests alone.
         let is_root = ["lib", "main", "mod"].contains(&folder);
-        if is_root || ["tests", "testing", "cuda"].contains(&folder) || stem.ends_with("tests") {
+        if is_root || ["tests", "testing"].contains(&folder) || stem.ends_with("tests") {
             continue;
         }
         let rank = |name: &str| {

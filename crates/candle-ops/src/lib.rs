@@ -41,8 +41,8 @@
 //! * [`autocast()`]: runs each operator in a suitable precision.
 //! * [`stock_candle`]: candle's own operators with a wrong gradient or value, and replacements.
 //! * [`allow_tf32`]: TF32 on a GPU.
-//! * `cuda` and `known_inputs` (feature `cuda`): fused kernels, and inputs with values known on the
-//!   host.
+//! * `cuda` (feature `cuda`): fused kernels.
+//! * [`known_inputs`]: inputs on a GPU with values known on the host.
 //!
 //! # Computation
 //!
@@ -72,6 +72,7 @@ mod elementwise;
 mod graph;
 mod image;
 mod index;
+mod kernels;
 mod linear;
 mod loss;
 pub mod nn;
@@ -106,7 +107,6 @@ pub use sizes::{BatchNormOptions, Statistics, Window};
 pub use state::autotune::AutotuneSummary;
 pub use state::context;
 pub use state::context::Context;
-#[cfg(feature = "cuda")]
 pub use state::known_inputs;
 pub use state::precision::{allow_tf32, allows_tf32};
 

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::composed;
+use super::dispatch;
 use super::pointwise::{self, Activation};
 use crate::cast;
 use crate::cpu::real::Real;
@@ -18,7 +18,7 @@ use crate::graph::device;
 /// An unsupported dtype.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("gelu", [x])?;
-    if device::composes(&x) { composed::gelu(&x) } else { pointwise::apply::<Gelu>(x) }
+    if device::dispatches(&x) { dispatch::gelu(&x) } else { pointwise::apply::<Gelu>(x) }
 }
 
 struct Gelu;

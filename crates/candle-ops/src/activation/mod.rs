@@ -1,6 +1,6 @@
 //! Activations: GELU, SiLU, SwiGLU, softmax.
 
-pub(crate) mod composed;
+pub(crate) mod dispatch;
 pub(crate) mod gelu;
 mod pointwise;
 pub(crate) mod silu;

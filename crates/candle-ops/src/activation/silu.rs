@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use super::pointwise::{self, Activation};
 use crate::autocast::promote;
 use crate::cast;
@@ -20,7 +20,7 @@ use crate::graph::operator::{Input, Operator, apply2};
 /// An unsupported dtype.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("silu", [x])?;
-    if device::composes(&x) { composed::silu(&x) } else { pointwise::apply::<Silu>(x) }
+    if device::dispatches(&x) { dispatch::silu(&x) } else { pointwise::apply::<Silu>(x) }
 }
 
 /// `silu(gate) * up` in one pass: the activation of SwiGLU, between its projections. Half-precision
@@ -36,7 +36,11 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.shape() != up.shape() {
         bail!("swiglu: shapes {:?} and {:?} differ", gate.shape(), up.shape());
     }
-    if device::composes(&gate) { composed::swiglu(&gate, &up) } else { apply2(SwiGlu, [gate, up]) }
+    if device::dispatches(&gate) {
+        dispatch::swiglu(&gate, &up)
+    } else {
+        apply2(SwiGlu, [gate, up])
+    }
 }
 
 /// From this magnitude on the sigmoid is 0 or 1 in the precision of `f32`, and `exp` of it is

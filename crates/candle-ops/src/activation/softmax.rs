@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel};
@@ -22,7 +22,7 @@ use crate::graph::operator::{Input, Operator, apply1};
 pub fn softmax(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("softmax", [x])?;
     width(x.shape())?;
-    if device::composes(&x) { composed::softmax(&x) } else { apply1(Softmax, [x]) }
+    if device::dispatches(&x) { dispatch::softmax(&x) } else { apply1(Softmax, [x]) }
 }
 
 struct Softmax;

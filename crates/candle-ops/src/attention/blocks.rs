@@ -167,7 +167,8 @@ impl Problem {
     /// Samples and heads of the keys.
     fn kv_heads(&self) -> impl Iterator<Item = (usize, usize)> {
         let kv_heads = self.sizes.kv_heads;
-        (0..self.sizes.samples).flat_map(move |sample| (0..kv_heads).map(move |head| (sample, head)))
+        (0..self.sizes.samples)
+            .flat_map(move |sample| (0..kv_heads).map(move |head| (sample, head)))
     }
 
     /// Blocks of queries with the same head of keys.

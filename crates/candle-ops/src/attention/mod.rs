@@ -7,7 +7,7 @@
 //! computes on the CPU.
 
 mod blocks;
-mod composed;
+mod dispatch;
 pub(crate) mod rope;
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
@@ -90,8 +90,8 @@ pub fn scaled_dot_product_attention(
     let count = problem.sizes.scores_shape().elem_count();
     problem.dropout = Factors::draw(options.dropout, count)?;
     let is_tracked = problem.mask.as_ref().is_some_and(Tensor::track_op);
-    if device::composes(&q) || is_tracked {
-        return composed::attention([&q, &k, &v], &problem);
+    if device::dispatches(&q) || is_tracked {
+        return dispatch::attention([&q, &k, &v], &problem);
     }
     apply3(Separate(problem), [q, k, v])
 }
@@ -108,8 +108,8 @@ pub fn scaled_dot_product_attention(
 pub fn self_attention(qkv: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     let [qkv] = cast("scaled_dot_product_attention", [qkv])?;
     let sizes = PackedSizes::new(qkv.shape(), options)?;
-    if device::composes(&qkv) {
-        return composed::self_attention(&qkv, sizes);
+    if device::dispatches(&qkv) {
+        return dispatch::self_attention(&qkv, sizes);
     }
     apply1(Packed(sizes), [qkv])
 }
@@ -200,7 +200,8 @@ struct Separate(Problem);
 impl Separate {
     /// Memory layouts of queries, keys, values and results.
     fn heads(&self) -> [Heads; 4] {
-        let AttentionSizes { heads, kv_heads, queries, keys, depth, value_depth, .. } = self.0.sizes;
+        let AttentionSizes { heads, kv_heads, queries, keys, depth, value_depth, .. } =
+            self.0.sizes;
         [
             Heads::separate(heads, queries, depth),
             Heads::separate(kv_heads, keys, depth),
@@ -279,7 +280,12 @@ impl Operator<1> for Packed {
     fn forward<T: Real>(&self, [qkv]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
         let qkv = qkv.values::<T>()?;
         let mut y = vec![T::ZERO; qkv.len() / 3];
-        Problem::from(self.0.separate()).forward(self.operands(&qkv), None, self.heads(1, 0), &mut y);
+        Problem::from(self.0.separate()).forward(
+            self.operands(&qkv),
+            None,
+            self.heads(1, 0),
+            &mut y,
+        );
         Ok((y, self.0.output_shape()))
     }
 

@@ -3,7 +3,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel};
@@ -64,13 +64,13 @@ enum Order {
 fn apply(inputs: [&Tensor; 3], pairs: Pairs, order: Order) -> Result<Tensor> {
     let [x, cos, sin] = cast("rope", inputs)?;
     let of = Rope::new([x.shape(), cos.shape(), sin.shape()], pairs, order)?;
-    if !device::composes(&x) {
+    if !device::dispatches(&x) {
         return apply3(of, [x, cos, sin]);
     }
     match order {
-        Order::HeadsFirst => composed::rope(&x, &cos, &sin, pairs),
+        Order::HeadsFirst => dispatch::rope(&x, &cos, &sin, pairs),
         Order::PositionsFirst => {
-            composed::rope(&x.transpose(1, 2)?, &cos, &sin, pairs)?.transpose(1, 2)
+            dispatch::rope(&x.transpose(1, 2)?, &cos, &sin, pairs)?.transpose(1, 2)
         }
     }
 }

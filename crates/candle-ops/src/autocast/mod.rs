@@ -21,7 +21,7 @@ use crate::context::{self, Region};
 use crate::graph::custom_op::{Differentiable, apply1};
 use crate::graph::device::{self, each};
 use crate::graph::operator::converted;
-use crate::graph::tape;
+use crate::graph::tape::casts::cast_once;
 
 /// Runs `call` with `policy` on this thread, instead of the current policy. A policy that is
 /// [disabled](Autocast::with_enabled) casts nothing.
@@ -87,7 +87,6 @@ pub fn cast<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N
 
 /// Like [`cast`] for one tensor, for an operator that widens it to `f32` itself, with the same
 /// result but without a copy.
-#[cfg(feature = "cuda")]
 pub(crate) fn cast_unless_to_f32(op: &str, x: &Tensor) -> Result<Tensor> {
     match rule(op, [x])? {
         None | Some(Cast::Inputs(amp::DType::F32)) => Ok(x.clone()),
@@ -141,7 +140,7 @@ fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if x.dtype() == dtype {
         return Ok(x.clone());
     }
-    tape::cast_once(x, dtype, || match device::cast(x, dtype)? {
+    cast_once(x, dtype, || match device::cast(x, dtype)? {
         Some(y) => Ok(y),
         None => apply1(ToDtype(dtype), [x]),
     })

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use super::{ConvOptions, inside};
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel as Loop};
@@ -55,7 +55,7 @@ impl Kernel for Grouped {
     }
 
     fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        composed::conv2d_grouped(x, weight, bias, self)
+        dispatch::conv2d_grouped(x, weight, bias, self)
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {

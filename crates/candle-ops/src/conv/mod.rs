@@ -6,7 +6,7 @@
 //! of keeping the columns, which have nine times the size of the input for a 3 x 3 kernel. For 3 x
 //! 3 kernels with stride 1 and enough channels, Winograd's algorithm (`winograd.rs`) is faster.
 
-mod composed;
+mod dispatch;
 pub(crate) mod grouped;
 pub(crate) mod transpose;
 mod winograd;
@@ -134,7 +134,7 @@ impl Kernel for Geometry {
     }
 
     fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        composed::conv2d(x, weight, bias, *self)
+        dispatch::conv2d(x, weight, bias, *self)
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {

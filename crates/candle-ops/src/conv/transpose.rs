@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use super::{ConvOptions, conv2d};
 use crate::cpu::real::Real;
 use crate::cpu::sums::sum;
@@ -169,8 +169,8 @@ impl Kernel for Transposed {
     }
 
     fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        composed::in_groups(self.of.groups, [(x, 1), (weight, 0)], bias, |x, weight, bias| {
-            composed::conv_transpose2d(x, weight, bias, self.of.one, self.output_padding)
+        dispatch::in_groups(self.of.groups, [(x, 1), (weight, 0)], bias, |x, weight, bias| {
+            dispatch::conv_transpose2d(x, weight, bias, self.of.one, self.output_padding)
         })
     }
 

@@ -22,14 +22,6 @@ use crate::sizes::{AttentionSizes, PackedSizes};
 /// 40 MiB, an H100's 50.
 const BUDGET: usize = 12 << 20;
 
-pub(in super::super) fn self_attention(
-    kernels: &Arc<Kernels>,
-    qkv: &Tensor,
-    sizes: PackedSizes,
-) -> Result<Tensor> {
-    packed(kernels, qkv, sizes, None)
-}
-
 /// Attention of queries, keys and values in one tensor; with this many bytes of scores at a time,
 /// or by the fused kernels if supported.
 pub(super) fn packed(
@@ -78,16 +70,8 @@ pub(super) fn packed(
     apply1(node("self_attention", y, backward), [qkv])
 }
 
-/// Attention of `[b, heads, queries, d]`, and keys and values of the corresponding shapes, without
-/// a mask or dropout. Heads with the same keys are the rows of one product.
-pub(in super::super) fn attention(
-    kernels: &Arc<Kernels>,
-    [q, k, v]: [&Tensor; 3],
-    sizes: &AttentionSizes,
-) -> Result<Tensor> {
-    separate(kernels, [q, k, v], sizes, None)
-}
-
+/// Attention of `[b, heads, queries, d]`, and keys and values of the corresponding shapes; `budget`
+/// as for [`packed`]. Heads with the same keys are the rows of one product.
 pub(super) fn separate(
     kernels: &Arc<Kernels>,
     [q, k, v]: [&Tensor; 3],

@@ -14,7 +14,7 @@ use crate::graph::custom_op::{apply2, apply3};
 use crate::sizes::{Geometry, Grouped};
 
 /// `None` if there is neither cuDNN nor a kernel for it.
-pub(in super::super) fn conv2d(
+pub(super) fn conv2d(
     kernels: &Arc<Kernels>,
     x: &Tensor,
     weight: &Tensor,

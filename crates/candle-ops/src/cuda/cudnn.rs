@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 use super::Kernels;
 use crate::allows_tf32;
 use crate::sizes::Grouped;
-use crate::state::autotune;
+use crate::state::autotune::{self, Choice};
 
 /// Maximum workspace of an algorithm, in bytes.
 const WORKSPACE: usize = 1 << 30;
@@ -290,7 +290,7 @@ impl Cudnn {
             return Ok(None);
         }
         let mut state = self.state.lock();
-        let is_tuned = autotune::is_on();
+        let is_tuned = autotune::rounds().is_some();
         let known = state.plans.get(convolution).filter(|plan| plan.is_tuned || !is_tuned);
         let plan = match known {
             Some(plan) => plan.clone(),
@@ -494,11 +494,12 @@ impl Functions {
             let mut found = self.algorithms(handle, &plan, pass, self.expect(pass))?;
             if is_tuned {
                 let key = || format!("cudnn {pass:?} {of:?}");
-                let timed = || {
+                let timed = |_| {
                     let timed = self.algorithms(handle, &plan, pass, self.time(pass));
                     let best = timed.ok()?.first()?.number;
                     let expected = found.first().map(|algorithm| algorithm.number);
-                    Some((usize::try_from(best).ok()?, expected != Some(best)))
+                    let algorithm = usize::try_from(best).ok()?;
+                    Some(Choice { algorithm, is_faster: expected != Some(best) })
                 };
                 if let Some(number) = autotune::chosen(key, timed) {
                     found.sort_by_key(|algorithm| algorithm.number as usize != number);

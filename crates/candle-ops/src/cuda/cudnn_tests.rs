@@ -10,9 +10,8 @@ use proptest::prelude::*;
 use super::Kernels;
 use super::cudnn::{Convolution, PLANS};
 use super::tests::{assert_alike, error_of, kernels, of_the_fake, run_on, with_kernels};
-use crate::sizes::Geometry;
-use crate::conv::grouped::Grouped;
 use crate::linear::weighted::Kernel as _;
+use crate::sizes::{Geometry, Grouped};
 use crate::tests::{distance, flat, values};
 use crate::{Context, ConvOptions, conv2d};
 

@@ -9,11 +9,10 @@ use super::node::{node, node_of};
 use super::{
     Kernel, Kernels, Output, THREADS, blocks_of_threads, blocks_of_warps, pair, stretches,
 };
-use crate::elementwise::Normalization;
 use crate::graph::custom_op::{apply1, apply2};
 use crate::state::constants::constant;
 
-pub(in super::super) fn relu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
+pub(super) fn relu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let order = Order::of(x);
     let own = &kernels.laid(x, order)?;
     let y = kernels.map(Kernel::relu, [own, own])?;
@@ -24,7 +23,7 @@ pub(in super::super) fn relu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tenso
     apply1(node_of("relu", y, order, backward), [x])
 }
 
-pub(in super::super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
+pub(super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let x = &x.contiguous()?;
     let y = kernels.map(Kernel::gelu, [x, x])?;
     let kernels = kernels.clone();
@@ -35,7 +34,7 @@ pub(in super::super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tenso
 }
 
 /// Both have the same shape and type, and are contiguous.
-pub(in super::super) fn add(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+pub(super) fn add(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let y = kernels.map(Kernel::add, [a, b])?;
     let backward = |_: [&Tensor; 2], _: &Tensor, dy: &Tensor| Ok([0; 2].map(|_| Some(dy.clone())));
     apply2(node("add", y, backward), [a, b])
@@ -43,11 +42,7 @@ pub(in super::super) fn add(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> R
 
 /// Both have the same type and are contiguous; the elements of `row` are added to each row of
 /// `whole`.
-pub(in super::super) fn add_rows(
-    kernels: &Arc<Kernels>,
-    whole: &Tensor,
-    row: &Tensor,
-) -> Result<Tensor> {
+pub(super) fn add_rows(kernels: &Arc<Kernels>, whole: &Tensor, row: &Tensor) -> Result<Tensor> {
     let y = kernels.empty(whole.shape(), whole.dtype())?;
     let count = row.elem_count();
     let rows = whole.elem_count() / count;
@@ -69,7 +64,7 @@ pub(in super::super) fn add_rows(
 
 /// Casts a contiguous tensor to another type. One of both types is `f32`, and the other has a
 /// program.
-pub(in super::super) fn cast(kernels: &Arc<Kernels>, x: &Tensor, dtype: DType) -> Result<Tensor> {
+pub(super) fn cast(kernels: &Arc<Kernels>, x: &Tensor, dtype: DType) -> Result<Tensor> {
     let y = kernels.converted(x, dtype)?;
     let kernels = kernels.clone();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
@@ -79,7 +74,7 @@ pub(in super::super) fn cast(kernels: &Arc<Kernels>, x: &Tensor, dtype: DType) -
 }
 
 /// Both have the same shape and type.
-pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+pub(super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let order = if Order::of(a) == Order::Last { Order::Last } else { Order::of(b) };
     let y = kernels.map(Kernel::add_relu, [&kernels.laid(a, order)?, &kernels.laid(b, order)?])?;
     let kernels = kernels.clone();
@@ -91,11 +86,7 @@ pub(in super::super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor)
 }
 
 /// Adds an `f32` and a half-precision tensor of the same shape, contiguous.
-pub(in super::super) fn add_to_f32(
-    kernels: &Arc<Kernels>,
-    wide: &Tensor,
-    half: &Tensor,
-) -> Result<Tensor> {
+pub(super) fn add_to_f32(kernels: &Arc<Kernels>, wide: &Tensor, half: &Tensor) -> Result<Tensor> {
     let y = kernels.empty(wide.shape(), DType::F32)?;
     let count = wide.elem_count();
     let job = [kernels.address(wide)?, kernels.address(half)?, y.at, count as u64];
@@ -110,21 +101,21 @@ pub(in super::super) fn add_to_f32(
 }
 
 /// Normalizes `u8` images `[n, c, h, w]`; means and deviations match the channels.
-pub(in super::super) fn normalize(
-    kernels: &Arc<Kernels>,
+pub(super) fn normalize(
+    kernels: &Kernels,
     images: &Tensor,
-    by: &Normalization,
+    [mean, std]: [&[f32]; 2],
     dtype: DType,
 ) -> Result<Tensor> {
     let images = &images.contiguous()?;
     let (count, channels, height, width) = images.dims4()?;
-    let (planes, pixels, channels) = match (by.mean.len(), by.std.len()) {
+    let (planes, pixels, channels) = match (mean.len(), std.len()) {
         (1, 1) => (1, images.elem_count(), 1),
         _ => (count * channels, height * width, channels),
     };
     // A single value is used for all channels.
     let each = |values: &[f32]| values.iter().copied().cycle().take(channels).collect::<Vec<_>>();
-    let by = [each(&by.mean), each(&by.std)].concat();
+    let by = [each(mean), each(std)].concat();
     let bits: Vec<_> = by.iter().map(|value| value.to_bits() as usize).collect();
     let by = constant("normalize", &bits, images.device(), || {
         Tensor::from_slice(&by, by.len(), images.device())

@@ -10,7 +10,7 @@ use super::{Kernel, Kernels, THREADS, blocks_of_threads, blocks_of_warps, pair};
 use crate::graph::custom_op::apply1;
 
 /// The caller has checked the indices; there is at least one.
-pub(in super::super) fn embedding(
+pub(super) fn embedding(
     kernels: &Arc<Kernels>,
     ids: &Tensor,
     weight: &Tensor,

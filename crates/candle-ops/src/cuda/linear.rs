@@ -12,11 +12,11 @@ use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::{Kernel, Kernels, blocks_of_warps, one_type, pair, stretches};
 use crate::graph::custom_op::{apply2, apply3};
-use crate::graph::tape;
+use crate::graph::tape::casts::leaf_of_cast;
 use crate::sizes::LinearSizes;
 
 /// `x * weight^T + bias`.
-pub(in super::super) fn linear(
+pub(super) fn linear(
     kernels: &Arc<Kernels>,
     x: &Tensor,
     weight: &Tensor,
@@ -44,7 +44,7 @@ pub(in super::super) fn linear(
 
 /// The `f32` variable that autocast has cast to this tensor, or the tensor itself.
 fn variable(cast: &Tensor) -> Tensor {
-    let leaf = tape::leaf_of_cast(cast).filter(|leaf| leaf.dtype() == DType::F32);
+    let leaf = leaf_of_cast(cast).filter(|leaf| leaf.dtype() == DType::F32);
     leaf.unwrap_or_else(|| cast.clone())
 }
 

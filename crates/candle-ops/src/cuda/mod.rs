@@ -39,9 +39,11 @@ mod linear;
 mod matmul;
 mod node;
 mod norm;
+mod operators;
 mod pool;
 mod rows;
 
+use std::any::Any;
 use std::sync::Arc;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -54,16 +56,8 @@ use cuda_rt::CudaError;
 use half::{bf16, f16};
 
 use self::cudnn::Cudnn;
-use crate::context;
-
-pub(super) use attention::{attention, self_attention};
-pub(super) use conv::conv2d;
-pub(super) use elementwise::{add, add_relu, add_rows, add_to_f32, cast, gelu, normalize, relu};
-pub(super) use embedding::embedding;
-pub(super) use linear::linear;
-pub(super) use norm::{batch_norm, track};
-pub(super) use pool::{global_avg_pool, max_pool2d};
-pub(super) use rows::{cross_entropy, layer_norm, softmax};
+use crate::Context;
+use crate::kernels::DeviceKernels;
 
 /// The operators that have kernels, for a report.
 pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add, add_relu, \
@@ -85,26 +79,6 @@ pub struct Kernels {
     /// Whether the device has tensor cores for half precision as used by the kernels: from compute
     /// capability 8.0 on.
     tensor_cores: bool,
-}
-
-/// The kernels of the entered context, if it has any for `x`.
-pub(super) fn of(x: &Tensor) -> Option<Arc<Kernels>> {
-    of_many(x, 1)
-}
-
-/// Like [`of`], for an operator that also has tensors of up to this many elements.
-pub(super) fn of_many(x: &Tensor, elements: usize) -> Option<Arc<Kernels>> {
-    of_type(x, x.dtype(), elements)
-}
-
-/// Like [`of_many`], for an operator that computes in `dtype`.
-pub(super) fn of_type(x: &Tensor, dtype: DType, elements: usize) -> Option<Arc<Kernels>> {
-    let Device::Cuda(device) = x.device() else { return None };
-    let kernels = context::with(|context| context.kernels.clone())?;
-    // Indices are 32 bits wide.
-    let fits =
-        program(dtype).is_some() && (1..1 << 31).contains(&x.elem_count()) && elements < 1 << 31;
-    (fits && kernels.device.id() == device.id()).then_some(kernels)
 }
 
 /// Index of the program for a type.
@@ -191,6 +165,28 @@ kernels! {
     attention
     attention_backward
     attention_backward_keys
+}
+
+impl Context {
+    /// Runs operators on a GPU by these kernels where available, instead of by compositions of
+    /// candle's operators.
+    #[must_use]
+    pub fn with_kernels(mut self, kernels: Arc<Kernels>) -> Self {
+        self.set_kernels(Some(kernels));
+        self
+    }
+
+    /// Sets the kernels from now on, or uses compositions.
+    pub fn set_kernels(&mut self, kernels: Option<Arc<Kernels>>) {
+        let dynamic = |kernels: Arc<Kernels>| -> Arc<dyn DeviceKernels> { kernels };
+        self.kernels = kernels.map(dynamic);
+    }
+
+    /// The kernels in use.
+    pub fn kernels(&self) -> Option<&Kernels> {
+        let kernels: &dyn Any = &**self.kernels.as_ref()?;
+        kernels.downcast_ref()
+    }
 }
 
 impl Kernels {

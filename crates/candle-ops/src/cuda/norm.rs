@@ -12,7 +12,7 @@ use crate::graph::custom_op::apply3;
 use crate::sizes::{BatchNormOptions, Planes, Statistics};
 
 /// With the given statistics or those of the batch, which are returned.
-pub(in super::super) fn batch_norm(
+pub(super) fn batch_norm(
     kernels: &Arc<Kernels>,
     [x, gamma, beta]: [&Tensor; 3],
     given: Option<&Statistics>,
@@ -66,7 +66,7 @@ pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Te
 
 /// Updates running statistics in place: `running += momentum * (batch - running)`, with variances
 /// multiplied by `factor`.
-pub(in super::super) fn track(
+pub(super) fn track(
     kernels: &Kernels,
     running: &Statistics,
     batch: &Statistics,

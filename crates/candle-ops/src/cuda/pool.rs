@@ -10,11 +10,7 @@ use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, pair, stretches
 use crate::graph::custom_op::apply1;
 use crate::sizes::Windows;
 
-pub(in super::super) fn max_pool2d(
-    kernels: &Arc<Kernels>,
-    x: &Tensor,
-    extents: Windows,
-) -> Result<Tensor> {
+pub(super) fn max_pool2d(kernels: &Arc<Kernels>, x: &Tensor, extents: Windows) -> Result<Tensor> {
     let order = Order::of(x);
     let pool = Pool { kernels: kernels.clone(), dtype: x.dtype(), extents, order };
     let shape = order.shape(extents.output_shape().dims4()?);
@@ -73,7 +69,7 @@ impl Pool {
     }
 }
 
-pub(in super::super) fn global_avg_pool(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
+pub(super) fn global_avg_pool(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let order = Order::of(x);
     let (images, channels, height, width) = x.dims4()?;
     let (planes, pixels) = (images * channels, height * width);

@@ -32,7 +32,7 @@ const HELD: usize = 8;
 /// Number of blocks of a kernel that sums over the rows: each returns partial sums.
 const PARTS: usize = 256;
 
-pub(in super::super) fn layer_norm(
+pub(super) fn layer_norm(
     kernels: &Arc<Kernels>,
     x: &Tensor,
     gamma: &Tensor,
@@ -76,7 +76,7 @@ pub(in super::super) fn layer_norm(
     apply3(node("layer_norm", y, backward), [x, gamma, beta])
 }
 
-pub(in super::super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
+pub(super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let x = &x.contiguous()?;
     let of = Softmax { width: x.dims().last().copied().unwrap_or(1), seen: 0 };
     let y = kernels.empty(x.shape(), x.dtype())?;
@@ -131,7 +131,7 @@ impl Softmax {
 }
 
 /// The caller has checked the labels.
-pub(in super::super) fn cross_entropy(
+pub(super) fn cross_entropy(
     kernels: &Arc<Kernels>,
     logits: &Tensor,
     labels: &Tensor,

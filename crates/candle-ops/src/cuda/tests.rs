@@ -8,9 +8,10 @@ use proptest::prelude::*;
 
 use super::conv::{Conv, Convolve as _};
 use super::cudnn_tests::without_cudnn;
-use super::{KERNELS, Kernels, of};
-use crate::sizes::Geometry;
+use super::{KERNELS, Kernels};
+use crate::graph::device::kernels as of;
 use crate::linear::weighted::Kernel;
+use crate::sizes::Geometry;
 use crate::tests::{distance, distance_within, flat, values};
 use crate::{
     AttentionOptions, BatchNormOptions, Context, Normalization, Statistics, Window, add, add_relu,

@@ -363,7 +363,7 @@ fn casts_and_sums_have_the_bits_of_the_cpu() {
             let half = x.to_dtype(dtype).unwrap();
             for (x, to) in [(&x, dtype), (&half, DType::F32)] {
                 let gpu = with_kernels(&kernels, || {
-                    super::cast(&kernels, &x.to_device(&device).unwrap(), to).unwrap()
+                    super::elementwise::cast(&kernels, &x.to_device(&device).unwrap(), to).unwrap()
                 });
                 assert_eq!(flat(&gpu), flat(&x.to_dtype(to).unwrap()), "{count} to {to:?}");
             }

@@ -1,6 +1,6 @@
 //! Element-wise operators: ReLU, addition, image normalization.
 
-pub(crate) mod composed;
+pub(crate) mod dispatch;
 pub(crate) mod dropout;
 
 use candle_core::backend::BackendStorage;
@@ -22,7 +22,7 @@ use crate::graph::operator::{Input, Operator, apply1, apply2};
 /// An unsupported dtype.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("relu", [x])?;
-    if device::composes(&x) { composed::relu(&x) } else { apply1(Relu, [x]) }
+    if device::dispatches(&x) { dispatch::relu(&x) } else { apply1(Relu, [x]) }
 }
 
 /// `a + b`, broadcast like candle's `broadcast_add`. As in PyTorch, operands of two floating-point
@@ -47,7 +47,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// tensor in its type.
 pub(crate) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let shape = a.shape().broadcast_shape_binary_op(b.shape(), "add")?;
-    if let Some(sum) = composed::add_rows([a, b])? {
+    if let Some(sum) = dispatch::add_rows([a, b])? {
         return Ok(sum);
     }
     let whole = |x: &Tensor| {
@@ -76,7 +76,7 @@ pub fn add_relu(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if a.shape() != b.shape() {
         bail!("add_relu: shapes {:?} and {:?} differ", a.shape(), b.shape());
     }
-    if device::composes(&a) { composed::add_relu(&a, &b) } else { apply2(AddRelu, [a, b]) }
+    if device::dispatches(&a) { dispatch::add_relu(&a, &b) } else { apply2(AddRelu, [a, b]) }
 }
 
 /// ReLU of one value; NaN is propagated.
@@ -203,8 +203,8 @@ pub fn normalize(images: &Tensor, by: &Normalization, dtype: DType) -> Result<Te
     if !fits(by.mean.len()) || !fits(by.std.len()) {
         bail!("normalize: {channels} channels, {} means, {} stds", by.mean.len(), by.std.len());
     }
-    if device::composes(images) {
-        return composed::normalize(images, by, dtype);
+    if device::dispatches(images) {
+        return dispatch::normalize(images, by, dtype);
     }
     images.contiguous()?.apply_op1_no_bwd(&Normalize { by, plane: height * width, channels, dtype })
 }

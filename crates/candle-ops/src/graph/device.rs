@@ -1,10 +1,10 @@
-//! Helpers for operators on a GPU, which are compositions of candle's operators.
+//! Helpers for operators on a GPU: the entered context's kernels, and parts of compositions.
 //!
-//! The loops of the operators are for the CPU. On a GPU the same functions are compositions of
-//! candle's operators, which candle differentiates: `composed.rs` in each folder. They use only
-//! operators with correct gradients. They allocate and launch more than the kernels of `cuda/`,
-//! which replace them if the entered [`Context`](crate::Context) has kernels and these support the
-//! type. Results are those of the CPU, except that
+//! The loops of the operators are for the CPU. On a GPU the same functions go by `dispatch.rs` in
+//! each folder: by [`DeviceKernels`], if the entered [`Context`](crate::Context) has kernels that
+//! support the type, else as compositions of candle's operators, which candle differentiates.
+//! Compositions use only operators with correct gradients; they allocate and launch more than
+//! kernels. Results are those of the CPU, except that
 //!
 //! * products and convolutions of half-precision tensors round the product before the bias is
 //!   added, and attention rounds its scores and weights;
@@ -17,44 +17,65 @@
 //! The tests run the compositions on the CPU, and compare them with finite differences and with the
 //! loops.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Result, Tensor, bail};
 
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use crate::context;
+use crate::kernels::DeviceKernels;
 
-/// Whether this tensor uses compositions, rather than the CPU's loops.
-pub(crate) fn composes(x: &Tensor) -> bool {
+/// Whether operators on this tensor go by `dispatch.rs`, rather than by the CPU's loops.
+pub(crate) fn dispatches(x: &Tensor) -> bool {
     !x.device().is_cpu() || forced()
+}
+
+/// The kernels of the entered context, if it has any for `x`.
+pub(crate) fn kernels(x: &Tensor) -> Option<Arc<dyn DeviceKernels>> {
+    kernels_for(x, 1)
+}
+
+/// Like [`kernels`], for an operator that also has tensors of up to this many elements.
+pub(crate) fn kernels_for(x: &Tensor, elements: usize) -> Option<Arc<dyn DeviceKernels>> {
+    find_kernels(x, x.dtype(), elements)
+}
+
+/// Like [`kernels`], for an operator that computes in `dtype`.
+pub(crate) fn kernels_in(x: &Tensor, dtype: DType) -> Option<Arc<dyn DeviceKernels>> {
+    find_kernels(x, dtype, 1)
+}
+
+fn find_kernels(x: &Tensor, dtype: DType, elements: usize) -> Option<Arc<dyn DeviceKernels>> {
+    if x.device().is_cpu() {
+        return None;
+    }
+    let kernels = context::with(|context| context.kernels.clone())?;
+    kernels.supports(x, dtype, elements).then_some(kernels)
 }
 
 /// The sum of two contiguous tensors of the same shape, if there is a kernel. An `f32` and a
 /// half-precision tensor can be added, too: the kernel widens the latter while reading it.
 pub(crate) fn add([a, b]: [&Tensor; 2]) -> Result<Option<Tensor>> {
-    #[cfg(feature = "cuda")]
-    if a.shape() == b.shape() && a.is_contiguous() && b.is_contiguous() {
-        let (wide, half) = if a.dtype() == DType::F32 { (a, b) } else { (b, a) };
-        let Some(kernels) = cuda::of(half) else { return Ok(None) };
-        return match (wide.dtype(), half.dtype()) {
-            (one, other) if one == other => cuda::add(&kernels, a, b).map(Some),
-            (DType::F32, _) => cuda::add_to_f32(&kernels, wide, half).map(Some),
-            _ => Ok(None),
-        };
+    if a.shape() != b.shape() || !a.is_contiguous() || !b.is_contiguous() {
+        return Ok(None);
     }
-    let _ = (a, b);
-    Ok(None)
+    let (wide, half) = if a.dtype() == DType::F32 { (a, b) } else { (b, a) };
+    let Some(kernels) = kernels(half) else { return Ok(None) };
+    match (wide.dtype(), half.dtype()) {
+        (one, other) if one == other => kernels.add(a, b).map(Some),
+        (DType::F32, _) => kernels.add_to_f32(wide, half).map(Some),
+        _ => Ok(None),
+    }
 }
 
 /// Casts a contiguous `x` to another type, if there is a kernel.
 pub(crate) fn cast(x: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
-    #[cfg(feature = "cuda")]
     if let (DType::F32, half @ (DType::F16 | DType::BF16))
     | (half @ (DType::F16 | DType::BF16), DType::F32) = (x.dtype(), dtype)
         && x.is_contiguous()
-        && let Some(kernels) = cuda::of_type(x, half, 1)
+        && let Some(kernels) = kernels_in(x, half)
     {
-        return cuda::cast(&kernels, x, dtype).map(Some);
+        return kernels.cast(x, dtype).map(Some);
     }
-    let _ = (x, dtype);
     Ok(None)
 }
 

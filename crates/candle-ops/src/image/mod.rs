@@ -1,5 +1,5 @@
 //! Image operators: pooling and upsampling.
 
-mod composed;
+mod dispatch;
 pub(crate) mod pool;
 pub(crate) mod upsample;

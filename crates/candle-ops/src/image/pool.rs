@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::conv::{inside, positions};
 use crate::cpu::real::Real;
@@ -27,8 +27,8 @@ use crate::sizes::{Window, Windows};
 pub fn max_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
     let [x] = cast("max_pool2d", [x])?;
     let extents = Windows::new(x.shape(), kernel, window)?;
-    if device::composes(&x) {
-        return composed::max_pool2d(&x, extents);
+    if device::dispatches(&x) {
+        return dispatch::max_pool2d(&x, extents);
     }
     apply1(MaxPool { extents, taken: OnceLock::new() }, [x])
 }
@@ -60,7 +60,7 @@ pub fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
     if height * width == 0 {
         bail!("global_avg_pool: an image of {height} x {width} has no mean");
     }
-    if device::composes(&x) { composed::global_avg_pool(&x) } else { apply1(GlobalAvgPool, [x]) }
+    if device::dispatches(&x) { dispatch::global_avg_pool(&x) } else { apply1(GlobalAvgPool, [x]) }
 }
 
 struct MaxPool {

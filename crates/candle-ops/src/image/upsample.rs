@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::graph::device;
@@ -55,8 +55,8 @@ fn apply(
         bail!("{name}: nothing in an input of shape {:?} or in {height} x {width}", x.shape());
     }
     let (rows, columns) = (axis(from_height, height), axis(from_width, width));
-    if device::composes(&x) {
-        return composed::upsample(&x, [&rows, &columns]);
+    if device::dispatches(&x) {
+        return dispatch::upsample(&x, [&rows, &columns]);
     }
     apply1(Upsample { rows, columns }, [x])
 }

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::graph::device;
@@ -40,8 +40,8 @@ fn lookup(ids: &Tensor, weight: &Tensor, padding: Option<usize>) -> Result<Tenso
     let [weight] = cast("embedding", [weight])?;
     let (rows, _) = weight.dims2()?;
     IndexRange::Rows(rows).check_all(ids)?;
-    if device::composes(&weight) {
-        return composed::embedding(ids, &weight, padding);
+    if device::dispatches(&weight) {
+        return dispatch::embedding(ids, &weight, padding);
     }
     let (shape, ids) = (ids.dims().to_vec(), to_host(ids)?);
     apply1(Embedding { ids, shape, padding }, [weight])

@@ -1,5 +1,5 @@
 //! Operators with indices: embedding, scatter.
 
-mod composed;
+mod dispatch;
 pub(crate) mod embedding;
 pub(crate) mod scatter;

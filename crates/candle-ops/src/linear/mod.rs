@@ -1,6 +1,6 @@
 //! The affine map of a fully connected layer.
 
-mod composed;
+mod dispatch;
 pub(crate) mod weighted;
 
 use candle_core::{Result, Shape, Tensor, bail};
@@ -89,7 +89,7 @@ impl Kernel for LinearSizes {
     }
 
     fn on_device(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        composed::linear(x, weight, bias, *self)
+        dispatch::linear(x, weight, bias, *self)
     }
 
     fn backward<T: Real>(&self, x: &[T], weight: &[T], dy: &[T], wants_x: bool) -> Gradients<T> {

@@ -76,11 +76,13 @@ pub(crate) fn apply<K: Kernel>(
     }
     match bias {
         Some(bias) => match cast(K::NAME, [x, weight, bias])? {
-            [x, weight, bias] if device::composes(&x) => kernel.on_device(&x, &weight, Some(&bias)),
+            [x, weight, bias] if device::dispatches(&x) => {
+                kernel.on_device(&x, &weight, Some(&bias))
+            }
             inputs => apply3(Weighted(kernel), inputs),
         },
         None => match cast(K::NAME, [x, weight])? {
-            [x, weight] if device::composes(&x) => kernel.on_device(&x, &weight, None),
+            [x, weight] if device::dispatches(&x) => kernel.on_device(&x, &weight, None),
             inputs => apply2(Weighted(kernel), inputs),
         },
     }

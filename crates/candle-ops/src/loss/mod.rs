@@ -1,10 +1,10 @@
 //! Cross entropy, the loss of classification.
 
-mod composed;
+mod dispatch;
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use crate::cast;
+use crate::autocast::{cast, cast_unless_to_f32};
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel};
 use crate::cpu::sums::{largest, sum, sum_by};
@@ -64,8 +64,8 @@ pub fn cross_entropy_with(
     let mut of = CrossEntropy::new(options, classes)?;
     let logits = of.cast(logits)?;
     IndexRange::Classes(classes, of.ignore_index).check_all(labels)?;
-    if device::composes(&logits) {
-        return composed::cross_entropy(&logits, labels, &of);
+    if device::dispatches(&logits) {
+        return dispatch::cross_entropy(&logits, labels, &of);
     }
     of.load(labels)?;
     apply1(of, [logits])
@@ -97,9 +97,8 @@ impl CrossEntropy {
     /// reading them, so that they are not copied.
     fn cast(&self, logits: &Tensor) -> Result<Tensor> {
         const NAME: &str = "cross_entropy_loss";
-        #[cfg(feature = "cuda")]
-        if self.is_plain() && super::cuda::of(logits).is_some() {
-            return super::autocast::cast_unless_to_f32(NAME, logits);
+        if self.is_plain() && device::kernels(logits).is_some() {
+            return cast_unless_to_f32(NAME, logits);
         }
         let [logits] = cast(NAME, [logits])?;
         Ok(logits)

@@ -6,6 +6,7 @@ use candle_nn::{Init, VarBuilder};
 
 use super::norm_parameter;
 use super::parameter::parameter_of;
+use crate::graph::device;
 use crate::{self as ops, BatchNormOptions, Statistics};
 
 /// Batch normalization of `[n, c, ...]`: `weight`, `bias`, and buffers `running_mean`,
@@ -176,15 +177,8 @@ impl BatchNorm {
 
     /// `running += momentum * (batch - running)`, in place, of variances that are times `factor`.
     pub(crate) fn track(&self, batch: &Statistics, factor: f32) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        if let Some(kernels) = crate::cuda::of(&self.running.mean) {
-            return crate::cuda::track(
-                &kernels,
-                &self.running,
-                batch,
-                self.momentum as f32,
-                factor,
-            );
+        if let Some(kernels) = device::kernels(&self.running.mean) {
+            return kernels.track(&self.running, batch, self.momentum as f32, factor);
         }
         let var = (&batch.var * f64::from(factor))?;
         for (running, batch) in [(&self.running.mean, &batch.mean), (&self.running.var, &var)] {

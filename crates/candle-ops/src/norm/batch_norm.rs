@@ -6,7 +6,7 @@
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::cpu::sums::{dot_centered, sum, sum_by};
@@ -44,8 +44,8 @@ pub fn batch_norm(
             x.dims()
         );
     }
-    if device::composes(&x) {
-        return composed::batch_norm([&x, &gamma, &beta], None, options, planes);
+    if device::dispatches(&x) {
+        return dispatch::batch_norm([&x, &gamma, &beta], None, options, planes);
     }
     let x = x.contiguous()?;
     let moments = {
@@ -87,8 +87,8 @@ pub fn batch_norm_with(
             "batch_norm: the input has {channels} channels, but the means have shape {mean:?} and the variances {var:?}"
         );
     }
-    if device::composes(&x) {
-        return Ok(composed::batch_norm([&x, &gamma, &beta], Some(statistics), options, planes)?.0);
+    if device::dispatches(&x) {
+        return Ok(dispatch::batch_norm([&x, &gamma, &beta], Some(statistics), options, planes)?.0);
     }
     let (mean, var) = (mean.to_vec1::<f32>()?, var.to_vec1::<f32>()?);
     let moments = mean.iter().zip(&var);

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel};
@@ -38,8 +38,8 @@ pub fn group_norm(
              {gamma:?} and the bias {beta:?}, but both must be [{channels}]"
         );
     }
-    if device::composes(&x) {
-        return composed::group_norm(&x, groups, [&gamma, &beta], eps);
+    if device::dispatches(&x) {
+        return dispatch::group_norm(&x, groups, [&gamma, &beta], eps);
     }
     let pixels = x.dims()[2..].iter().product();
     apply3(GroupNorm { groups, pixels, eps }, [x, gamma, beta])

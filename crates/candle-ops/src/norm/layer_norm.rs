@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel};
@@ -31,8 +31,8 @@ pub fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result
              is {width}"
         );
     }
-    if device::composes(&x) {
-        return composed::layer_norm(&x, &gamma, &beta, eps);
+    if device::dispatches(&x) {
+        return dispatch::layer_norm(&x, &gamma, &beta, eps);
     }
     apply3(LayerNorm { eps }, [x, gamma, beta])
 }

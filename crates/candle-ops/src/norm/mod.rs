@@ -1,7 +1,7 @@
 //! Normalization: batch, group, layer, and root mean square.
 
 pub(crate) mod batch_norm;
-mod composed;
+mod dispatch;
 pub(crate) mod group_norm;
 pub(crate) mod layer_norm;
 pub(crate) mod rms_norm;

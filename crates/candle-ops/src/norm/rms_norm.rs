@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::composed;
+use super::dispatch;
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel};
@@ -29,8 +29,8 @@ pub fn rms_norm(x: &Tensor, gamma: &Tensor, eps: f32) -> Result<Tensor> {
             "rms_norm: the weight has shape {gamma:?}, but the last dimension of the input {x:?} is {width}"
         );
     }
-    if device::composes(&x) {
-        return composed::rms_norm(&x, &gamma, eps);
+    if device::dispatches(&x) {
+        return dispatch::rms_norm(&x, &gamma, eps);
     }
     apply2(RmsNorm { eps }, [x, gamma])
 }

@@ -25,11 +25,11 @@ pub(crate) struct Autotune {
 
 /// The fastest algorithm for a key.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct Choice {
+pub(crate) struct Choice {
     #[serde(rename = "way")]
-    algorithm: usize,
+    pub(crate) algorithm: usize,
     /// Whether it was faster than the default.
-    is_faster: bool,
+    pub(crate) is_faster: bool,
 }
 
 /// Summary of the algorithms found so far.
@@ -81,49 +81,39 @@ pub(crate) fn run<R>(
     algorithms: impl FnOnce() -> Vec<usize>,
     mut operation: impl FnMut(usize) -> R,
 ) -> R {
-    let Some(rounds) = rounds() else { return operation(default) };
-    let key = key();
-    if let Some(algorithm) = cached(&key) {
-        return operation(algorithm);
-    }
-    let mut time = |algorithm: usize| {
-        let times = (0..rounds.max(1)).map(|_| {
-            let start = Instant::now();
-            let _result = operation(algorithm);
-            start.elapsed()
-        });
-        times.min().unwrap_or_default()
+    let time = |rounds: usize| {
+        let mut time = |algorithm: usize| {
+            let times = (0..rounds.max(1)).map(|_| {
+                let start = Instant::now();
+                let _result = operation(algorithm);
+                start.elapsed()
+            });
+            times.min().unwrap_or_default()
+        };
+        Some(choose(default, &algorithms(), &mut time))
     };
-    let choice = choose(default, &algorithms(), &mut time);
-    insert(key, choice);
-    operation(choice.algorithm)
+    let algorithm = chosen(key, time).unwrap_or(default);
+    operation(algorithm)
 }
 
-/// Whether autotuning is enabled in the entered context.
-#[cfg(feature = "cuda")]
-pub(crate) fn is_on() -> bool {
-    rounds().is_some()
-}
-
-/// The algorithm for `key`, from the cache or selected by `time`, and whether it differs from the
-/// default. `None` without autotuning, or if there is no entry.
-#[cfg(feature = "cuda")]
+/// The algorithm for `key`, from the cache or selected by `time`, which is given the number of
+/// timings per algorithm. `None` without autotuning, or if `time` selects none.
 pub(crate) fn chosen(
     key: impl FnOnce() -> String,
-    time: impl FnOnce() -> Option<(usize, bool)>,
+    time: impl FnOnce(usize) -> Option<Choice>,
 ) -> Option<usize> {
-    rounds()?;
+    let rounds = rounds()?;
     let key = key();
     if let Some(algorithm) = cached(&key) {
         return Some(algorithm);
     }
-    let (algorithm, is_faster) = time()?;
-    insert(key, Choice { algorithm, is_faster });
-    Some(algorithm)
+    let choice = time(rounds)?;
+    insert(key, choice);
+    Some(choice.algorithm)
 }
 
 /// Number of timings per algorithm in the entered context, if autotuning is enabled.
-fn rounds() -> Option<usize> {
+pub(crate) fn rounds() -> Option<usize> {
     context::with(|context| match context.mode {
         Mode::Training => context.autotune.as_ref().map(|autotune| autotune.rounds),
         Mode::Outside | Mode::Evaluation => None,

@@ -11,7 +11,6 @@
 
 use std::cell::RefCell;
 use std::mem;
-#[cfg(feature = "cuda")]
 use std::sync::Arc;
 
 use amp::Autocast;
@@ -19,9 +18,7 @@ use amp::Autocast;
 use super::autotune::{Autotune, AutotuneSummary};
 use super::constants::Constants;
 use super::random::Random;
-#[cfg(feature = "cuda")]
-use crate::cuda::Kernels;
-#[cfg(feature = "cuda")]
+use crate::kernels::DeviceKernels;
 use crate::known_inputs::KnownInputs;
 
 thread_local! {
@@ -58,9 +55,7 @@ pub struct Context {
     pub(crate) autocast: Option<Region>,
     pub(crate) autotune: Option<Autotune>,
     pub(crate) constants: Constants,
-    #[cfg(feature = "cuda")]
-    pub(crate) kernels: Option<Arc<Kernels>>,
-    #[cfg(feature = "cuda")]
+    pub(crate) kernels: Option<Arc<dyn DeviceKernels>>,
     pub(crate) known_inputs: Option<KnownInputs>,
 }
 
@@ -138,27 +133,6 @@ impl Context {
     /// Summary of the algorithms found so far; `None` without autotuning.
     pub fn autotune_summary(&self) -> Option<AutotuneSummary> {
         self.autotune.as_ref().map(Autotune::summary)
-    }
-
-    /// Runs operators on a GPU by these kernels where available, instead of by compositions of
-    /// candle's operators.
-    #[cfg(feature = "cuda")]
-    #[must_use]
-    pub fn with_kernels(mut self, kernels: Arc<Kernels>) -> Self {
-        self.set_kernels(Some(kernels));
-        self
-    }
-
-    /// Sets the kernels from now on, or uses compositions.
-    #[cfg(feature = "cuda")]
-    pub fn set_kernels(&mut self, kernels: Option<Arc<Kernels>>) {
-        self.kernels = kernels;
-    }
-
-    /// The kernels in use.
-    #[cfg(feature = "cuda")]
-    pub fn kernels(&self) -> Option<&Arc<Kernels>> {
-        self.kernels.as_ref()
     }
 
     /// Restarts the random numbers with `seed`.

@@ -35,7 +35,6 @@ impl IndexRange {
     ///
     /// The errors of [`check`](Self::check); a type other than `i64` or `u32`.
     pub(crate) fn check_all(self, indices: &Tensor) -> Result<()> {
-        #[cfg(feature = "cuda")]
         if crate::known_inputs::check(indices, self)? {
             return Ok(());
         }

@@ -8,10 +8,7 @@
 //!
 //! Invariant: the declared tensors stay at their address until the call ends.
 
-use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::CudaDType;
-use candle_core::cuda_backend::cudarc::driver::DevicePtr;
-use candle_core::{CudaStorage, DType, Layout, Result, Storage, Tensor, bail};
+use candle_core::{Layout, Result, Tensor, bail};
 
 use super::index_range::IndexRange;
 use crate::context;
@@ -106,19 +103,22 @@ pub(crate) fn check(indices: &Tensor, range: IndexRange) -> Result<bool> {
     })
 }
 
-/// Address of the memory of an integer tensor or view.
+/// Address of the memory of an integer tensor or view on a GPU.
+#[cfg(feature = "cuda")]
 fn address_of(tensor: &Tensor) -> Option<u64> {
+    use candle_core::cuda_backend::cudarc::driver::DevicePtr;
     let (storage, _) = tensor.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else { return None };
-    match storage.dtype() {
-        DType::U32 => start::<u32>(storage),
-        _ => start::<i64>(storage),
+    let candle_core::Storage::Cuda(storage) = &*storage else { return None };
+    if let Ok(slice) = storage.as_cuda_slice::<u32>() {
+        return Some(slice.device_ptr(slice.stream()).0);
     }
+    let slice = storage.as_cuda_slice::<i64>().ok()?;
+    Some(slice.device_ptr(slice.stream()).0)
 }
 
-fn start<T: CudaDType>(storage: &CudaStorage) -> Option<u64> {
-    let slice = storage.as_cuda_slice::<T>().ok()?;
-    Some(slice.device_ptr(slice.stream()).0)
+#[cfg(not(feature = "cuda"))]
+const fn address_of(_: &Tensor) -> Option<u64> {
+    None
 }
 
 /// Checks the values of a view with this layout.

@@ -5,7 +5,6 @@ pub(crate) mod autotune;
 pub(crate) mod constants;
 pub mod context;
 pub(crate) mod index_range;
-#[cfg(feature = "cuda")]
 pub mod known_inputs;
 pub(crate) mod precision;
 pub(crate) mod random;

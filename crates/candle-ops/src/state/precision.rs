@@ -11,17 +11,12 @@
 /// Applies to convolutions, too: by cuDNN, if it is available and allowed, else as matrix products.
 /// (PyTorch's convolutions have a separate switch, `cudnn.allow_tf32`, which is enabled by
 /// default.)
-#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "there is no GPU"))]
 pub fn allow_tf32(is_allowed: bool) {
-    #[cfg(feature = "cuda")]
     candle_core::cuda::set_gemm_reduced_precision_f32(is_allowed);
 }
 
 /// Whether products of `f32` matrices on GPUs use TF32.
 #[must_use]
 pub fn allows_tf32() -> bool {
-    #[cfg(feature = "cuda")]
-    return candle_core::cuda::gemm_reduced_precision_f32();
-    #[cfg(not(feature = "cuda"))]
-    false
+    cfg!(feature = "cuda") && candle_core::cuda::gemm_reduced_precision_f32()
 }

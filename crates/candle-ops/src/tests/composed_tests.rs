@@ -197,9 +197,9 @@ fn nan_and_infinity_are_those_of_the_loops() {
             assert!(got == wanted || got.is_nan() && wanted.is_nan(), "{i}: {got}, not {wanted}");
         }
     }
-    assert!(!graph::device::composes(&tensor(&[0.0])));
+    assert!(!graph::device::dispatches(&tensor(&[0.0])));
     composed(|| {
-        assert!(graph::device::composes(&tensor(&[0.0])));
+        assert!(graph::device::dispatches(&tensor(&[0.0])));
         assert!(loss(&[0.0, 0.0], 2).unwrap_err().to_string().contains("label 2"));
         let ids = Tensor::new(&[5_i64], &Device::Cpu).unwrap();
         let error = embedding(&ids, &matrix(&[0.0; 4])).unwrap_err().to_string();

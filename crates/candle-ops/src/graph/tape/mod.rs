@@ -36,9 +36,6 @@ use parking_lot::Mutex;
 use crate::graph::custom_op::{Differentiable, channels_last, channels_second};
 use crate::graph::device;
 
-pub(crate) use casts::cast_once;
-#[cfg(feature = "cuda")]
-pub(crate) use casts::leaf_of_cast;
 pub use sources::Sources;
 
 /// Number of shared nodes of stretches at which a tape ends.
@@ -555,7 +552,7 @@ impl<T> Drop for Restored<T> {
     }
 }
 
-mod casts;
+pub(crate) mod casts;
 mod sources;
 #[cfg(test)]
 mod tests;

@@ -1,16 +1,13 @@
-//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
 use candle_core::{D, Result, Tensor};
 
 use super::silu::END;
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::graph::device::widened;
+use crate::graph::device::{self, widened};
 
 pub(crate) fn gelu(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of(x) {
-        return cuda::gelu(&kernels, x);
+    if let Some(kernels) = device::kernels(x) {
+        return kernels.gelu(x);
     }
     let [wide] = widened([x])?;
     let (low, bounded) = clamped(&wide, 40.0)?;
@@ -44,9 +41,8 @@ pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 }
 
 pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of(x) {
-        return cuda::softmax(&kernels, x);
+    if let Some(kernels) = device::kernels(x) {
+        return kernels.softmax(x);
     }
     let [wide] = widened([x])?;
     let largest = wide.detach().max_keepdim(D::Minus1)?;

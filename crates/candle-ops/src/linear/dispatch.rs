@@ -1,10 +1,9 @@
-//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
 use candle_core::{Result, Tensor};
 
-#[cfg(feature = "cuda")]
-use crate::cuda;
 use crate::elementwise::broadcast_add;
+use crate::graph::device;
 use crate::sizes::LinearSizes;
 
 pub(crate) fn linear(
@@ -14,9 +13,8 @@ pub(crate) fn linear(
     sizes: LinearSizes,
 ) -> Result<Tensor> {
     let shape = sizes.output_shape(x.shape());
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(x, shape.elem_count()) {
-        return cuda::linear(&kernels, x, weight, bias, sizes);
+    if let Some(kernels) = device::kernels_for(x, shape.elem_count()) {
+        return kernels.linear(x, weight, bias, sizes);
     }
     let y = x.reshape((sizes.rows, sizes.inputs))?.matmul(&weight.t()?)?;
     let y = if let Some(bias) = bias { broadcast_add(&y, bias)? } else { y };

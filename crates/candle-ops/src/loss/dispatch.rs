@@ -1,17 +1,14 @@
-//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
 use candle_core::{DType, Result, Tensor};
 
 use super::CrossEntropy;
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::graph::device::{scalar, widened};
+use crate::graph::device::{self, scalar, widened};
 
 /// The caller has checked the labels.
 pub(crate) fn cross_entropy(logits: &Tensor, labels: &Tensor, of: &CrossEntropy) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of(logits).filter(|_| of.is_plain()) {
-        return cuda::cross_entropy(&kernels, logits, labels);
+    if let Some(kernels) = device::kernels(logits).filter(|_| of.is_plain()) {
+        return kernels.cross_entropy(logits, labels);
     }
     let [wide] = widened([logits])?;
     let shifted = wide.broadcast_sub(&wide.detach().max_keepdim(1)?)?;

@@ -1,10 +1,9 @@
-//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
 use candle_core::{Result, Tensor};
 
-#[cfg(feature = "cuda")]
-use crate::cuda;
 use crate::elementwise::broadcast_add;
+use crate::graph::device;
 use crate::sizes::{Geometry, Grouped, Window};
 
 pub(crate) fn conv2d(
@@ -13,10 +12,8 @@ pub(crate) fn conv2d(
     bias: Option<&Tensor>,
     extents: Geometry,
 ) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(x, extents.largest())
-        && let Some(y) =
-            cuda::conv2d(&kernels, x, weight, bias, Grouped { one: extents, groups: 1 })?
+    if let Some(kernels) = device::kernels_for(x, extents.largest())
+        && let Some(y) = kernels.conv2d(x, weight, bias, Grouped { one: extents, groups: 1 })?
     {
         return Ok(y);
     }
@@ -47,9 +44,8 @@ pub(crate) fn conv2d_grouped(
     bias: Option<&Tensor>,
     of: &Grouped,
 ) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(x, of.groups * of.one.largest())
-        && let Some(y) = cuda::conv2d(&kernels, x, weight, bias, *of)?
+    if let Some(kernels) = device::kernels_for(x, of.groups * of.one.largest())
+        && let Some(y) = kernels.conv2d(x, weight, bias, *of)?
     {
         return Ok(y);
     }

@@ -1,14 +1,12 @@
-//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
 use candle_core::{D, Result, Tensor};
 
-use super::rope::Pairs;
 use super::Problem;
-use crate::activation::composed::softmax;
-#[cfg(feature = "cuda")]
-use crate::cuda;
+use super::rope::Pairs;
+use crate::activation::dispatch::softmax;
 use crate::elementwise::broadcast_add;
-use crate::graph::device::{scalar, widened};
+use crate::graph::device::{self, scalar, widened};
 use crate::sizes::{AttentionSizes, PackedSizes};
 use crate::state::constants::constant;
 
@@ -36,9 +34,8 @@ pub(crate) fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, pairs: Pairs) -> Resu
 
 pub(crate) fn self_attention(qkv: &Tensor, sizes: PackedSizes) -> Result<Tensor> {
     let PackedSizes { samples, positions, heads, depth, .. } = sizes;
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(qkv, positions * positions) {
-        return cuda::self_attention(&kernels, qkv, sizes);
+    if let Some(kernels) = device::kernels_for(qkv, positions * positions) {
+        return kernels.self_attention(qkv, sizes);
     }
     let part = |part: usize| {
         qkv.narrow(2, part * sizes.width(), sizes.width())?
@@ -55,12 +52,11 @@ pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor>
     let sizes = &of.sizes;
     let AttentionSizes { samples, heads, kv_heads, queries, keys, .. } = *sizes;
     let rows = heads / kv_heads * queries;
-    #[cfg(feature = "cuda")]
     if of.mask.is_none()
         && of.dropout.is_none()
-        && let Some(kernels) = cuda::of_many(q, rows * keys)
+        && let Some(kernels) = device::kernels_for(q, rows * keys)
     {
-        return cuda::attention(&kernels, [q, k, v], sizes);
+        return kernels.attention([q, k, v], sizes);
     }
     let (k, v) = (k.contiguous()?, v.contiguous()?);
     let grouped = (q * sizes.scale)?.reshape((samples, kv_heads, rows, sizes.depth))?;

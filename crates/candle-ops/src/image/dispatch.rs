@@ -1,19 +1,16 @@
-//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
 use candle_core::{Result, Tensor};
 
 use super::upsample::Axis;
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::graph::device::widened;
+use crate::graph::device::{self, widened};
 use crate::sizes::Windows;
 use crate::state::constants::constant;
 
 /// Gathers the pixels of every window into a row, and takes the largest value of each row.
 pub(crate) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of(x) {
-        return cuda::max_pool2d(&kernels, x, extents);
+    if let Some(kernels) = device::kernels(x) {
+        return kernels.max_pool2d(x, extents);
     }
     let Windows { images, channels, height, width, kernel, window, .. } = extents;
     let count = extents.out_height * extents.out_width;
@@ -58,9 +55,8 @@ fn pixels(extents: Windows) -> Vec<u32> {
 }
 
 pub(crate) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of(x) {
-        return cuda::global_avg_pool(&kernels, x);
+    if let Some(kernels) = device::kernels(x) {
+        return kernels.global_avg_pool(x);
     }
     let [wide] = widened([x])?;
     wide.flatten_from(2)?.mean(2)?.to_dtype(x.dtype())

@@ -1,11 +1,9 @@
-//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
 use candle_core::{D, DType, Result, Tensor};
 
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::elementwise::composed::relu;
-use crate::graph::device::widened;
+use crate::elementwise::dispatch::relu;
+use crate::graph::device::{self, widened};
 use crate::sizes::{BatchNormOptions, Planes, Statistics};
 
 /// `x` is `[n, c, ...]`.
@@ -30,9 +28,8 @@ pub(crate) fn group_norm(
 }
 
 pub(crate) fn layer_norm(x: &Tensor, gamma: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of(x) {
-        return cuda::layer_norm(&kernels, x, gamma, beta, eps);
+    if let Some(kernels) = device::kernels(x) {
+        return kernels.layer_norm(x, gamma, beta, eps);
     }
     let [wide, gamma, beta] = widened([x, gamma, beta])?;
     let centered = wide.broadcast_sub(&wide.mean_keepdim(D::Minus1)?)?;
@@ -59,9 +56,8 @@ pub(crate) fn batch_norm(
     options: BatchNormOptions,
     planes: Planes,
 ) -> Result<(Tensor, Statistics)> {
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of(x) {
-        return cuda::batch_norm(&kernels, [x, gamma, beta], given, options, planes);
+    if let Some(kernels) = device::kernels(x) {
+        return kernels.batch_norm([x, gamma, beta], given, options, planes);
     }
     let [wide, gamma, beta] = widened([x, gamma, beta])?;
     let line = |t: &Tensor| t.reshape((1, planes.channels, 1, 1));

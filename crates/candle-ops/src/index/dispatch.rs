@@ -1,19 +1,16 @@
-//! Compositions of candle's operators, for tensors on a GPU; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
 use candle_core::{DType, Result, Tensor};
 
-#[cfg(feature = "cuda")]
-use crate::cuda;
-use crate::graph::device::{scalar, widened};
+use crate::graph::device::{self, scalar, widened};
 
 /// The caller has checked the indices.
 pub(crate) fn embedding(ids: &Tensor, weight: &Tensor, padding: Option<usize>) -> Result<Tensor> {
     let (_, width) = weight.dims2()?;
-    #[cfg(feature = "cuda")]
-    if let Some(kernels) = cuda::of_many(weight, ids.elem_count() * width)
+    if let Some(kernels) = device::kernels_for(weight, ids.elem_count() * width)
         && ids.elem_count() > 0
     {
-        return cuda::embedding(&kernels, ids, weight, padding);
+        return kernels.embedding(ids, weight, padding);
     }
     let [wide] = widened([weight])?;
     let (flat, mut shape) = (ids.flatten_all()?, ids.dims().to_vec());

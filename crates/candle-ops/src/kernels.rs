@@ -1,5 +1,5 @@
-//! The operators for which a device may have kernels of its own: the one trait between the operators
-//! and the code of a device.
+//! The operators for which a device may have kernels of its own: the one trait between the
+//! operators and the code of a device.
 //!
 //! A [`Context`](crate::Context) holds the kernels as a value; an operator asks for them by
 //! `graph/device.rs`. `cuda` implements the trait.

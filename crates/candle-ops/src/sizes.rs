@@ -1,5 +1,5 @@
-//! The sizes of each operator's call, and the options and statistics that kernels read: plain values
-//! below the operators and the kernels of a device.
+//! The sizes of each operator's call, and the options and statistics that kernels read: plain
+//! values below the operators and the kernels of a device.
 
 use candle_core::{Result, Shape, Tensor, bail};
 

@@ -121,6 +121,7 @@ const LAUNCH_FOLDERS: &[&str] =
 /// The same for `candle-ops`. An operator finds its kernel by a trait of `kernels`, which `cuda`
 /// implements.
 const OPERATOR_FOLDERS: &[&str] = &[
+    "error",
     "sizes",
     "kernels",
     "cpu",

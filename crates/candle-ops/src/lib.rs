@@ -69,6 +69,7 @@ mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod elementwise;
+mod error;
 mod graph;
 mod image;
 mod index;
@@ -92,6 +93,7 @@ pub use conv::transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose
 pub use conv::{ConvOptions, conv2d};
 pub use elementwise::dropout::dropout;
 pub use elementwise::{Normalization, add, add_relu, normalize, relu};
+pub use error::Error;
 pub use graph::tape::{Sources, Tape, record};
 pub use image::pool::{global_avg_pool, max_pool2d};
 pub use image::upsample::{upsample_bilinear2d, upsample_nearest2d};

@@ -522,7 +522,7 @@ impl Trainer {
     /// On a GPU, version and path of the cuDNN used for convolutions of `f16` and `bf16`, or the
     /// reason why none is used, in which case convolutions are slower. `None` on the CPU.
     #[must_use]
-    pub fn cudnn(&self) -> Option<std::result::Result<&str, &str>> {
+    pub fn cudnn(&self) -> Option<std::result::Result<&str, &candle_ops::Error>> {
         #[cfg(feature = "cuda")]
         return self.context.kernels().map(|kernels| kernels.cudnn());
         #[cfg(not(feature = "cuda"))]

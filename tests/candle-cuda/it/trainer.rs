@@ -59,11 +59,11 @@ fn a_trainer_says_whether_cudnn_convolves() {
         let (vars, _) = model(device).unwrap();
         Trainer::builder(&vars).build(AdamWHyper::default()).unwrap()
     };
-    assert_eq!(build(&Device::Cpu).cudnn(), None);
+    assert!(build(&Device::Cpu).cudnn().is_none());
     let device = Device::new_cuda_with_stream(0).unwrap();
     match build(&device).cudnn() {
         Some(Ok(name)) => assert!(name.starts_with("cuDNN "), "{name}"),
-        Some(Err(why)) => assert!(why.contains("CUDNN_LIBRARY"), "{why}"),
+        Some(Err(why)) => assert!(why.to_string().contains("CUDNN_LIBRARY"), "{why}"),
         None => panic!("nothing is said"),
     }
 }

@@ -27,6 +27,7 @@ use parking_lot::Mutex;
 
 use super::Kernels;
 use crate::allows_tf32;
+use crate::error::{self, Error};
 use crate::sizes::Grouped;
 use crate::state::autotune::{self, Choice};
 
@@ -238,8 +239,8 @@ impl Cudnn {
     ///
     /// # Errors
     ///
-    /// cuDNN cannot be loaded or initialized, with the reason.
-    pub(super) fn open(device: &CudaDevice) -> std::result::Result<Self, String> {
+    /// cuDNN cannot be loaded or initialized.
+    pub(super) fn open(device: &CudaDevice) -> error::Result<Self> {
         let names = ["libcudnn.so.9", "libcudnn.so.8"];
         let var = |name: &str| std::env::var_os(name);
         let paths = candidates(&var, "CUDNN_LIBRARY", &names, &["cudnn"]);
@@ -247,21 +248,17 @@ impl Cudnn {
     }
 
     /// Loads the first of `paths` that can be opened.
-    pub(super) fn load(
-        device: &CudaDevice,
-        paths: &[PathBuf],
-    ) -> std::result::Result<Self, String> {
+    pub(super) fn load(device: &CudaDevice, paths: &[PathBuf]) -> error::Result<Self> {
         // SAFETY: these are cuDNN's names, or the path that the user set.
-        let library = unsafe { Library::open(NAME, paths, "", INSTALL) };
-        let library = library.map_err(|e| e.to_string())?;
-        let functions = Functions::of(&library).map_err(|e| e.to_string())?;
+        let library = unsafe { Library::open(NAME, paths, "", INSTALL) }?;
+        let functions = Functions::of(&library)?;
         let stream = device.cuda_stream();
         let context = stream.context().clone();
-        context.bind_to_thread().map_err(|e| e.to_string())?;
+        context.bind_to_thread().map_err(candle_core::Error::wrap)?;
         let mut handle = Object(null_mut());
         // SAFETY: writes a handle for the context that was just bound.
         let status = unsafe { (functions.cudnnCreate)(&raw mut handle) };
-        functions.check(status, "cudnnCreate").map_err(|e| e.to_string())?;
+        functions.check(status, "cudnnCreate")?;
         // SAFETY: takes nothing.
         let version = unsafe { (functions.cudnnGetVersion)() };
         let name = format!("cuDNN {} ({})", version_of(version), library.path().display());
@@ -269,7 +266,7 @@ impl Cudnn {
         let cudnn = Self { functions, name, context, state };
         // SAFETY: the handle's context is the stream's.
         let status = unsafe { (cudnn.functions.cudnnSetStream)(handle, stream.cu_stream().cast()) };
-        cudnn.functions.check(status, "cudnnSetStream").map_err(|e| e.to_string())?;
+        cudnn.functions.check(status, "cudnnSetStream")?;
         Ok(cudnn)
     }
 
@@ -379,7 +376,7 @@ impl Cudnn {
                 Err(error) if is_refusal(status) => {
                     failed = format!("{failed} {}: {error};", best.number);
                 }
-                done => return done,
+                done => return Ok(done?),
             }
             // An algorithm that cuDNN offered and then rejected is not tried again.
             algorithms.remove(at);
@@ -392,18 +389,18 @@ impl Cudnn {
 }
 
 impl Functions {
-    fn check(&self, status: Status, what: &str) -> Result<()> {
+    fn check(&self, status: Status, call: &'static str) -> error::Result<()> {
         if status == 0 {
             return Ok(());
         }
         // SAFETY: any number has a text that lasts.
         let text = unsafe { (self.cudnnGetErrorString)(status) };
         if text.is_null() {
-            bail!("cuDNN: {what}: status {status}")
+            return Err(Error::Cudnn { call, reason: format!("status {status}") });
         }
         // SAFETY: a C string.
-        let text = unsafe { CStr::from_ptr(text) };
-        bail!("cuDNN: {what}: {}", text.to_string_lossy())
+        let reason = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+        Err(Error::Cudnn { call, reason })
     }
 
     fn make(&self, create: Create, destroy: Destroy) -> Result<Descriptor> {

@@ -13,11 +13,12 @@ use super::tests::{assert_alike, error_of, kernels, of_the_fake, run_on, with_ke
 use crate::linear::weighted::Kernel as _;
 use crate::sizes::{Geometry, Grouped};
 use crate::tests::{distance, flat, values};
-use crate::{Context, ConvOptions, conv2d};
+use crate::{Context, ConvOptions, Error, conv2d};
 
 /// The same kernels without cuDNN.
 pub(super) fn without_cudnn(kernels: &Arc<Kernels>) -> Arc<Kernels> {
-    Arc::new(Kernels::with_cudnn(&kernels.device, Err("off".into())).unwrap())
+    let off = Error::Cudnn { call: "loading", reason: "off".to_owned() };
+    Arc::new(Kernels::with_cudnn(&kernels.device, Err(off)).unwrap())
 }
 
 /// Numbers of calls of these functions of the fake GPU's cuDNN by this thread; `None` on a real
@@ -100,7 +101,7 @@ fn halves_are_convolved_by_cudnn_and_full_precision_is_not() {
         let kernels = without_cudnn(&kernels);
         with_kernels(&kernels, || run_on(&device, &inputs, &op));
         assert!(more(PASSES, before).is_none_or(|more| more == [0; 3]), "{dtype:?}");
-        assert_eq!(kernels.cudnn(), Err("off"));
+        assert_eq!(kernels.cudnn().unwrap_err().to_string(), "cuDNN: loading: off");
     }
 }
 
@@ -246,11 +247,12 @@ fn algorithms_are_asked_for_once_a_shape_and_timed_once_if_the_context_autotunes
 fn a_missing_library_is_the_reason_for_columns() {
     let device = kernels().device.clone();
     let error = super::cudnn::Cudnn::load(&device, &["/nonexistent/libcudnn.so.9".into()]);
-    let error = error.unwrap_err();
+    let error = error.unwrap_err().to_string();
     assert!(error.starts_with("cannot load libcudnn: /nonexistent/libcudnn.so.9: "), "{error}");
     assert!(error.ends_with("or set CUDNN_LIBRARY to its path"), "{error}");
     // Another library.
-    let error = super::cudnn::Cudnn::load(&device, &["libc.so.6".into()]).unwrap_err();
+    let error = super::cudnn::Cudnn::load(&device, &["libc.so.6".into()]);
+    let error = error.unwrap_err().to_string();
     assert!(error.starts_with("libc.so.6 has no function cudnn"), "{error}");
 }
 

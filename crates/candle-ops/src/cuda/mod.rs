@@ -52,12 +52,14 @@ use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, DType, Device, Result, Shape, Storage, Tensor, bail};
-use cuda_rt::CudaError;
 use half::{bf16, f16};
 
 use self::cudnn::Cudnn;
 use crate::Context;
+use crate::error::{self, Error};
 use crate::kernels::DeviceKernels;
+
+pub use cuda_rt::CudaError;
 
 /// The operators that have kernels, for a report.
 pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add, add_relu, \
@@ -68,7 +70,7 @@ pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add, add_relu, \
 #[derive(Debug)]
 pub struct Kernels {
     /// cuDNN for convolutions, or the reason why it is not used.
-    cudnn: std::result::Result<Cudnn, String>,
+    cudnn: error::Result<Cudnn>,
     pub(super) device: CudaDevice,
     /// The programs for `f32`, `f16`, `bf16`.
     programs: [cuda_rt::Kernels; 3],
@@ -195,8 +197,8 @@ impl Kernels {
     ///
     /// # Errors
     ///
-    /// NVRTC or the driver cannot be loaded or fails, with the reason.
-    pub fn new(device: &CudaDevice) -> std::result::Result<Self, String> {
+    /// [`Error::Cuda`]: NVRTC or the driver cannot be loaded or fails; [`Error::Candle`].
+    pub fn new(device: &CudaDevice) -> error::Result<Self> {
         Self::with_cudnn(device, Cudnn::open(device))
     }
 
@@ -206,26 +208,21 @@ impl Kernels {
     ///
     /// # Errors
     ///
-    /// cuDNN cannot be loaded or fails, with the reason.
-    pub fn cudnn(&self) -> std::result::Result<&str, &str> {
-        self.cudnn.as_ref().map(Cudnn::name).map_err(String::as_str)
+    /// [`Error::Cuda`]: cuDNN cannot be loaded; [`Error::Cudnn`]: it fails; [`Error::Candle`].
+    pub fn cudnn(&self) -> std::result::Result<&str, &Error> {
+        self.cudnn.as_ref().map(Cudnn::name)
     }
 
-    fn with_cudnn(
-        device: &CudaDevice,
-        cudnn: std::result::Result<Cudnn, String>,
-    ) -> std::result::Result<Self, String> {
+    fn with_cudnn(device: &CudaDevice, cudnn: error::Result<Cudnn>) -> error::Result<Self> {
         let build = |macros: Vec<String>| {
             cuda_rt::Kernels::new(device.cuda_stream(), SOURCE, &macros, KERNELS)
         };
         let [f32, f16, bf16] = macros().map(build);
-        let programs = || Ok::<_, CudaError>([f32?, f16?, bf16?]);
-        let programs = programs().map_err(|e| e.to_string())?;
-        let arrived = Tensor::zeros(1, DType::U32, &Device::Cuda(device.clone()));
-        let arrived = arrived.map_err(|e| e.to_string())?;
+        let programs = [f32?, f16?, bf16?];
+        let arrived = Tensor::zeros(1, DType::U32, &Device::Cuda(device.clone()))?;
         let lt = biased::library(&device.cuda_stream());
         let capability = device.cuda_stream().context().compute_capability();
-        let tensor_cores = capability.map_err(|e| e.to_string())?.0 >= 8;
+        let tensor_cores = capability.map_err(candle_core::Error::wrap)?.0 >= 8;
         Ok(Self { cudnn, device: device.clone(), programs, arrived, lt, tensor_cores })
     }
 

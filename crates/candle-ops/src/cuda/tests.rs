@@ -14,19 +14,19 @@ use crate::linear::weighted::Kernel;
 use crate::sizes::Geometry;
 use crate::tests::{distance, distance_within, flat, values};
 use crate::{
-    AttentionOptions, BatchNormOptions, Context, Normalization, Statistics, Window, add, add_relu,
-    autocast, batch_norm, batch_norm_with, conv2d, cross_entropy, embedding, gelu, global_avg_pool,
-    layer_norm, linear, max_pool2d, nn, normalize, relu, self_attention, softmax,
+    AttentionOptions, BatchNormOptions, Context, Error, Normalization, Statistics, Window, add,
+    add_relu, autocast, batch_norm, batch_norm_with, conv2d, cross_entropy, embedding, gelu,
+    global_avg_pool, layer_norm, linear, max_pool2d, nn, normalize, relu, self_attention, softmax,
 };
 
 /// The kernels on the GPU, or on the fake one.
 pub(crate) fn kernels() -> Arc<Kernels> {
     // While another thread of a library captures, the driver refuses to create parts of a context.
     let kernels = || {
-        let device = Device::new_cuda_with_stream(0).map_err(|e| e.to_string())?;
-        Kernels::new(device.as_cuda_device().map_err(|e| e.to_string())?)
+        let device = Device::new_cuda_with_stream(0)?;
+        Kernels::new(device.as_cuda_device()?)
     };
-    let is_capturing = |error: &String| error.contains("CUDA_ERROR_STREAM_CAPTURE");
+    let is_capturing = |error: &Error| error.to_string().contains("CUDA_ERROR_STREAM_CAPTURE");
     let mut made = kernels();
     for _ in 0..100 {
         if !made.as_ref().is_err_and(is_capturing) {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::context::{self, Mode};
+use crate::error::{Error, Result};
 
 /// Number of algorithms of an operation with several ones.
 pub(crate) const ALGORITHMS: usize = 11;
@@ -61,16 +62,15 @@ impl Autotune {
     }
 
     /// Adds the entries of a cache.
-    pub(crate) fn load_json(&mut self, text: &str) -> Result<(), String> {
-        let cache: BTreeMap<String, Choice> =
-            serde_json::from_str(text).map_err(|e| e.to_string())?;
-        match cache.values().find(|choice| choice.algorithm >= ALGORITHMS) {
-            Some(choice) => Err(format!("there is no algorithm {}", choice.algorithm)),
-            None => {
-                self.cache.extend(cache);
-                Ok(())
-            }
+    pub(crate) fn load_json(&mut self, text: &str) -> Result<()> {
+        let cache: BTreeMap<String, Choice> = serde_json::from_str(text)?;
+        if let Some((key, choice)) = cache.iter().find(|(_, choice)| choice.algorithm >= ALGORITHMS)
+        {
+            let (key, algorithm) = (key.clone(), choice.algorithm);
+            return Err(Error::UnknownAlgorithm { key, algorithm, algorithms: ALGORITHMS });
         }
+        self.cache.extend(cache);
+        Ok(())
     }
 }
 
@@ -232,9 +232,13 @@ mod tests {
         );
         let none = || panic!("nothing is timed");
         assert_eq!(context.enter(|| run(|| "a".to_owned(), 0, none, |algorithm| algorithm)), 2);
-        for bad in ["", "{", r#"{"a":{"way":99,"is_faster":true}}"#] {
-            assert!(context.load_autotune_cache(bad).is_err(), "{bad}");
+        for bad in ["", "{"] {
+            let error = context.load_autotune_cache(bad).unwrap_err();
+            assert!(matches!(error, Error::AutotuneCache(_)), "{error}");
         }
+        let other = r#"{"a":{"way":99,"is_faster":true}}"#;
+        let error = context.load_autotune_cache(other).unwrap_err().to_string();
+        assert_eq!(error, "algorithm 99 of `a` is none of this version's 11");
         assert_eq!(context.autotune_cache(), cache);
     }
 

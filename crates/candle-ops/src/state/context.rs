@@ -18,6 +18,7 @@ use amp::Autocast;
 use super::autotune::{Autotune, AutotuneSummary};
 use super::constants::Constants;
 use super::random::Random;
+use crate::error::Result;
 use crate::kernels::DeviceKernels;
 use crate::known_inputs::KnownInputs;
 
@@ -125,8 +126,9 @@ impl Context {
     ///
     /// # Errors
     ///
-    /// A text that is not such a cache, with the reason.
-    pub fn load_autotune_cache(&mut self, cache: &str) -> Result<(), String> {
+    /// [`Error::AutotuneCache`](crate::Error::AutotuneCache) and
+    /// [`Error::UnknownAlgorithm`](crate::Error::UnknownAlgorithm), before anything is added.
+    pub fn load_autotune_cache(&mut self, cache: &str) -> Result<()> {
         self.autotune.as_mut().map_or(Ok(()), |autotune| autotune.load_json(cache))
     }
 

@@ -53,7 +53,7 @@ pub(super) struct Cuda {
     /// Copies of large fields of batches; created for the first one.
     copies: Mutex<Option<Copies>>,
     /// Kernels that `compile` built to replace compositions, or the reason why not.
-    kernels: Option<std::result::Result<Arc<Kernels>, String>>,
+    kernels: Option<std::result::Result<Arc<Kernels>, candle_ops::Error>>,
     /// Whole steps as CUDA graphs, if `compile` asked for them.
     graphs: Option<Graphs>,
     /// Result of autotuning an optimizer, or the reason for which it failed.
@@ -99,10 +99,10 @@ impl Cuda {
                     Ok(name) => report.applied.push(format!(
                         "convolutions of f16 and bf16, and of f32 in TF32, with {name}, deterministic algorithms only"
                     )),
-                    Err(why) => report.decline("convolutions by cuDNN", why),
+                    Err(why) => report.decline("convolutions by cuDNN", &why.to_string()),
                 }
             }
-            Some(Err(why)) => report.decline("kernels of this engine", why),
+            Some(Err(why)) => report.decline("kernels of this engine", &why.to_string()),
             None => {}
         }
         if options.mode.searches() {

@@ -31,13 +31,10 @@ while [ $# -gt 0 ]; do
 done
 
 work=$PWD/target/side_by_side python=$PWD/target/side_by_side/venv/bin/python
-build=target
 mkdir -p "$work"
 if [ -n "$isa" ]; then
-  # Limits PyTorch's kernels and, in torch_optim.py, DeepSpeed's compiler flags.
-  export ATEN_CPU_CAPABILITY=$isa
-  export RUSTFLAGS="--cfg without_avx512"
-  build=target/without_avx512
+  # Limits our kernels, PyTorch's and, in torch_optim.py, DeepSpeed's compiler flags.
+  export GRADSTACK_SIMD=$isa ATEN_CPU_CAPABILITY=$isa
 fi
 
 install_peers() {
@@ -60,12 +57,12 @@ install_peers() {
 }
 
 install_peers
-cargo build --quiet --release -p benches --bin side_by_side_optim --target-dir "$build"
+cargo build --quiet --release -p benches --bin side_by_side_optim
 
 echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc) cores, Linux $(uname -r)${isa:+, $isa only}"
 echo "load before: $(cut -d' ' -f1-3 /proc/loadavg)"
 for count in $threads; do
   # shellcheck disable=SC2086 # one word for each work
-  "$build/release/side_by_side_optim" "$python" benches/side_by_side/torch_optim.py "$places" "$rounds" "$count" $works
+  "target/release/side_by_side_optim" "$python" benches/side_by_side/torch_optim.py "$places" "$rounds" "$count" $works
 done
 echo "load after: $(cut -d' ' -f1-3 /proc/loadavg)"

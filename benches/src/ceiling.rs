@@ -9,6 +9,8 @@
 #![expect(unsafe_code, reason = "instructions detected at run time; advice on memory")]
 
 use std::hint::black_box;
+#[cfg(target_arch = "x86_64")]
+use std::sync::LazyLock;
 use std::thread;
 
 /// The memory accesses of an optimizer, per parameter.
@@ -149,8 +151,13 @@ trait Loop {
 fn widest(work: impl Loop) {
     #[cfg(target_arch = "x86_64")]
     {
-        let is_allowed = !cfg!(without_avx512);
-        if is_allowed && is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vl")
+        // As in the crates that are measured against it: `benches/side_by_side/optim.sh --isa avx2`.
+        static IS_ALLOWED: LazyLock<bool> = LazyLock::new(|| {
+            std::env::var_os("GRADSTACK_SIMD").is_none_or(|simd| simd == "avx512")
+        });
+        if *IS_ALLOWED
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512vl")
         {
             // SAFETY: the processor has AVX-512 F and VL, as checked above.
             return unsafe { with_avx512(work) };

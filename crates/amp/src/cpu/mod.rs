@@ -9,6 +9,8 @@
 
 mod scalar;
 #[cfg(target_arch = "x86_64")]
+mod simd_limit;
+#[cfg(target_arch = "x86_64")]
 mod x86_64;
 
 use half::slice::HalfFloatSliceExt;
@@ -20,7 +22,7 @@ trait Kernel: Sized {
     fn run(self) -> Self::Output;
 }
 
-/// Runs a loop with this processor's widest vectors.
+/// Runs a loop with the widest vectors that the processor has and the environment allows.
 fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     if let Some(isa) = x86_64::Isa::detect() {

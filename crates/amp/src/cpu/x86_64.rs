@@ -20,6 +20,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 
 use super::Kernel;
+use super::simd_limit::{Simd, allows};
 
 /// A token: this processor has the instruction set.
 #[derive(Clone, Copy, Debug)]
@@ -31,10 +32,20 @@ enum Width {
     Avx512,
 }
 
+impl Width {
+    fn is_allowed(self) -> bool {
+        allows(match self {
+            Self::Avx2 => Simd::Avx2,
+            Self::Avx512 => Simd::Avx512,
+        })
+    }
+}
+
 impl Isa {
-    /// This processor's widest, or AVX2 with `--cfg without_avx512`; `std` caches the detection.
+    /// The widest that the processor has and [`simd_limit`](super::simd_limit) allows; `std` caches
+    /// the detection.
     pub(super) fn detect() -> Option<Self> {
-        Self::all().take(if cfg!(without_avx512) { 1 } else { 2 }).last()
+        Self::all().filter(|found| found.0.is_allowed()).last()
     }
 
     /// All that this processor has, the widest last.
@@ -80,9 +91,10 @@ fn with_avx512<K: Kernel>(kernel: K) -> K::Output {
 pub(super) struct F16c(Width);
 
 impl F16c {
-    /// This processor's widest, or AVX2 with `--cfg without_avx512`; `std` caches the detection.
+    /// The widest that the processor has and [`simd_limit`](super::simd_limit) allows; `std` caches
+    /// the detection.
     pub(super) fn detect() -> Option<Self> {
-        Self::all().take(if cfg!(without_avx512) { 1 } else { 2 }).last()
+        Self::all().filter(|found| found.0.is_allowed()).last()
     }
 
     /// All that this processor has, the widest last.

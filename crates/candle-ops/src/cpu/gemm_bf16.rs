@@ -11,6 +11,8 @@
 use half::bf16;
 
 use super::gemm::Mat;
+#[cfg(target_arch = "x86_64")]
+use super::{simd::is_allowed, simd_limit::Simd};
 
 /// Lines and columns of a tile: 24 registers for sums, so that the processor's 32 registers
 /// suffice.
@@ -23,10 +25,13 @@ type Pairs<const N: usize> = [u32; N];
 /// One tile of the result.
 type Tile = [[f32; TILE.1]; TILE.0];
 
-/// Whether the processor has the instruction. Without it the product is slower than in `f32`.
+/// Whether the processor has the instruction and the environment allows it. Without it the product
+/// is slower than in `f32`.
 pub(crate) fn is_available() -> bool {
     #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512bw");
+    return is_allowed(Simd::Avx512)
+        && is_x86_feature_detected!("avx512bf16")
+        && is_x86_feature_detected!("avx512bw");
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }

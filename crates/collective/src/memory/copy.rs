@@ -11,6 +11,8 @@
 use std::ops::Range;
 
 use super::Span;
+#[cfg(target_arch = "x86_64")]
+use super::simd_limit::{Simd, allows};
 use crate::Element;
 
 /// Bytes of a cache line; a streaming store writes whole lines.
@@ -34,6 +36,7 @@ fn copy<const PREFETCH: bool>(to: Span<'_>, from: Span<'_>) {
     #[cfg(target_arch = "x86_64")]
     if BY_VECTORS.contains(&to.len())
         && to.ptr().addr().abs_diff(from.ptr().addr()) >= to.len()
+        && allows(Simd::Avx2)
         && is_x86_feature_detected!("avx2")
     {
         // SAFETY: the processor has AVX2.

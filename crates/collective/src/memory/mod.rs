@@ -4,6 +4,8 @@
 pub(crate) mod copy;
 mod fork_guard;
 mod shared_buf;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod simd_limit;
 mod span;
 
 pub(crate) use self::fork_guard::ForkGuard;

@@ -23,6 +23,8 @@ pub(crate) mod plan;
 mod prefetch;
 pub(crate) mod quant;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod simd_limit;
 pub(crate) mod sum;
 pub(crate) mod threads;
 #[cfg(target_arch = "x86_64")]
@@ -96,7 +98,7 @@ trait Kernel: Sized {
     }
 }
 
-/// Runs a loop with the widest instructions this processor has.
+/// Runs a loop with the widest instructions that the processor has and the environment allows.
 fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(all(test, target_arch = "x86_64"))]
     if let Some(choice) = tests::FORCED.get() {

@@ -21,6 +21,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 
 use super::Kernel;
+use super::simd_limit::{Simd, allows};
 
 /// Token: this processor supports wider instructions than the build assumes.
 #[derive(Clone, Copy, Debug)]
@@ -33,13 +34,13 @@ enum Width {
 }
 
 impl Isa {
-    /// The widest instruction set of this processor; detection is cached by `std`.
+    /// The widest that the processor has and [`simd_limit`](super::simd_limit) allows; `std` caches
+    /// the detection.
     #[inline]
     pub(super) fn detect() -> Option<Self> {
-        match Self::avx512() {
-            found @ Some(_) => found,
-            None => Self::avx2(),
-        }
+        let avx512 = || allows(Simd::Avx512).then(Self::avx512).flatten();
+        let avx2 = || allows(Simd::Avx2).then(Self::avx2).flatten();
+        avx512().or_else(avx2)
     }
 
     /// Instruction sets of this processor, the widest last.
@@ -54,11 +55,9 @@ impl Isa {
         found.then_some(Self(Width::Avx2))
     }
 
-    /// None in a build with `cfg(without_avx512)`.
     #[inline]
     fn avx512() -> Option<Self> {
-        let found = !cfg!(without_avx512)
-            && is_x86_feature_detected!("avx512f")
+        let found = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512vl");
         found.then_some(Self(Width::Avx512))

@@ -44,6 +44,8 @@ mod mix;
 mod normalize;
 mod random;
 mod resize;
+#[cfg(target_arch = "x86_64")]
+mod simd_limit;
 #[cfg(test)]
 mod tests;
 mod text;

@@ -2,6 +2,9 @@
 
 #![expect(unsafe_code, reason = "instructions detected at run time")]
 
+#[cfg(target_arch = "x86_64")]
+use super::simd_limit::{Simd, allows};
+
 /// A loop, whose `run` is `#[inline(always)]`, so that it is compiled for the instructions of its
 /// caller.
 pub(super) trait Kernel {
@@ -12,10 +15,10 @@ pub(super) trait Kernel {
     fn run(self) -> Self::Output;
 }
 
-/// Runs a loop with the widest vectors available.
+/// Runs a loop with AVX2 if the processor has it and the environment allows it.
 pub(super) fn vectorized<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
+    if allows(Simd::Avx2) && is_x86_feature_detected!("avx2") {
         // SAFETY: AVX2 was detected above.
         return unsafe { with_avx2(kernel) };
     }

@@ -19,6 +19,7 @@ use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use super::{LINE, Operands};
 use crate::DType;
 use crate::memory::copy::AHEAD;
+use crate::memory::simd_limit::{Simd, allows};
 
 /// Elements per iteration of a kernel.
 const GROUP: usize = 32;
@@ -30,9 +31,11 @@ pub(super) struct Width([Kernel; 3]);
 type Kernel = unsafe fn(&Operands<'_>, Option<f32>, usize) -> usize;
 
 impl Width {
-    /// The widest supported.
+    /// The widest that the processor has and [`simd_limit`](crate::memory::simd_limit) allows.
     pub(super) fn best() -> Option<Self> {
-        Self::avx512().or_else(Self::avx2)
+        let avx512 = || allows(Simd::Avx512).then(Self::avx512).flatten();
+        let avx2 = || allows(Simd::Avx2).then(Self::avx2).flatten();
+        avx512().or_else(avx2)
     }
 
     fn avx512() -> Option<Self> {

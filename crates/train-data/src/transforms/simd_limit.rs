@@ -1,0 +1,1 @@
+../../../amp/src/cpu/simd_limit.rs

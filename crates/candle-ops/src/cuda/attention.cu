@@ -26,20 +26,20 @@ typedef Eight Square[SIDE][SIDE / 8 + 1];
 
 /// Where the rows of an operand are: of head `h` of sample `n` from `h * head + n * step` on,
 /// `line` elements apart.
-struct Place { u64 at; u32 head, step, line, depth; };
+struct Operand { u64 at; u32 head, step, line, depth; };
 
 /// `y = softmax(scale * q * k^T) * v`. Query `i` sees its first `i % seen + 1` keys, or all if
-/// `seen` is 0. `lse` is the binary logarithm of each row's sum of exponentials, `along` the
+/// `seen` is 0. `lse` is the binary logarithm of each row's sum of exponentials, `delta` the
 /// product of `y` and `dy`, both of f32.
 struct AttentionJob {
-  Place q, k, v, y, dy, dq, dk, dv;
-  u64 lse, along;
+  Operand q, k, v, y, dy, dq, dk, dv;
+  u64 lse, delta;
   u32 heads, samples, queries, keys, seen;
   float scale;
 };
 
-DEVICE u64 rows_of(const AttentionJob& job, const Place& place, u32 pair) {
-  return at(place.at, (u64)(pair % job.heads) * place.head + (u64)(pair / job.heads) * place.step);
+DEVICE u64 rows_of(const AttentionJob& job, const Operand& operand, u32 pair) {
+  return at(operand.at, (u64)(pair % job.heads) * operand.head + (u64)(pair / job.heads) * operand.step);
 }
 /// Number of keys that query `row` sees, and the most that any of some rows sees.
 DEVICE u32 limit_of(const AttentionJob& job, u32 row) {
@@ -55,12 +55,12 @@ DEVICE u32 reach_of(const AttentionJob& job, u32 first, u32 count) {
 }
 
 /// Begins to copy 64 rows of an operand.
-DEVICE void read_ahead(Square& square, u64 base, const Place& place, u32 first, u32 rows) {
+DEVICE void read_ahead(Square& square, u64 base, const Operand& operand, u32 first, u32 rows) {
 #pragma unroll
   for (u32 i = threadIdx.x; i < SIDE * (SIDE / 8); i += THREADS) {
     const u32 row = first + i / 8, column = i % 8 * 8;
-    const bool are_there = row < rows && column < place.depth;
-    copy_ahead(&square[i / 8][i % 8], are_there ? at(base, (u64)row * place.line + column) : base, are_there);
+    const bool are_there = row < rows && column < operand.depth;
+    copy_ahead(&square[i / 8][i % 8], are_there ? at(base, (u64)row * operand.line + column) : base, are_there);
   }
 }
 
@@ -119,23 +119,23 @@ struct Sums {
     }
   }
   /// Writes the rows `first..`, times a factor for each half of the warp's rows.
-  DEVICE void store(u64 base, const Place& place, u32 first, u32 rows, const float (&by)[2]) const {
+  DEVICE void store(u64 base, const Operand& operand, u32 first, u32 rows, const float (&by)[2]) const {
 #pragma unroll
     for (u32 n = 0; n < N; n++)
 #pragma unroll
       for (u32 h = 0; h < 2; h++) {
         const u32 row = first + lane() / 4 + 8 * h, column = n * 8 + own_column();
-        if (row >= rows || column >= place.depth) continue;
+        if (row >= rows || column >= operand.depth) continue;
         const u32 w = narrow_two<IS_BF16>(of[n][2 * h] * by[h], of[n][2 * h + 1] * by[h]);
-        store4<true>(at(base, (u64)row * place.line + column), w);
+        store4<true>(at(base, (u64)row * operand.line + column), w);
       }
   }
 };
 
 /// Reads 128 rows through two tiles.
-DEVICE void load_band(Left& left, Square (&tiles)[2], u64 base, const Place& place, u32 first, u32 rows) {
+DEVICE void load_band(Left& left, Square (&tiles)[2], u64 base, const Operand& operand, u32 first, u32 rows) {
   __syncthreads(); // The tiles' previous rows were read.
-  for (u32 i = 0; i < 2; i++) read_ahead(tiles[i], base, place, first + i * SIDE, rows);
+  for (u32 i = 0; i < 2; i++) read_ahead(tiles[i], base, operand, first + i * SIDE, rows);
   wait_for_copies();
   __syncthreads();
   left.load(tiles[band() / SIDE], band() % SIDE);
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const Attenti
   y.store(rows_of(job, job.y, own.pair), job.y, own.first, job.queries, sum);
 }
 
-/// The gradient of the queries, and `along`.
+/// The gradient of the queries, and `delta`.
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward(const AttentionJob job) {
   if constexpr (!IS_HALF) return;
   __shared__ Square tiles[2][2];
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
   };
   read_keys(0, tiles[0]);
   Left q, dy;
-  float along[2] = {}, lse[2] = {};
+  float delta[2] = {}, lse[2] = {};
   {
     Left y;
     load_band(y, tiles[1], rows_of(job, job.y, own.pair), job.y, own.block, job.queries);
@@ -238,17 +238,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
 #pragma unroll
       for (u32 shift = 0; shift < 32; shift += 16) {
         const auto of = [&](const Left& left) { return T::widen((T::Bits)(left.of[i / 4][i % 4] >> shift)); };
-        along[i % 2] += of(y) * of(dy);
+        delta[i % 2] += of(y) * of(dy);
       }
   }
   load_band(q, tiles[1], rows_of(job, job.q, own.pair), job.q, own.block, job.queries);
 #pragma unroll
   for (u32 h = 0; h < 2; h++) {
-    along[h] = sum_of_four(along[h]);
+    delta[h] = sum_of_four(delta[h]);
     if (own.row[h] >= job.queries) continue;
     const u64 i = (u64)own.pair * job.queries + own.row[h];
     lse[h] = load_one<F32>(job.lse, i);
-    if (lane() % 4 == 0) store_one<F32>(job.along, i, along[h]);
+    if (lane() % 4 == 0) store_one<F32>(job.delta, i, delta[h]);
   }
   const float factor = job.scale * LOG2_E;
   Sums<8> dq = {};
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
       for (u32 i = 0; i < 16; i++) {
         const u32 h = i / 2 % 2, column = from + i / 4 * 8 + own_column() + i % 2;
         const float share = exp2_of(fmaf(p.of[i / 4][i % 4], factor, -lse[h]));
-        dp.of[i / 4][i % 4] = whole || column < own.limit[h] ? share * (dp.of[i / 4][i % 4] - along[h]) : 0;
+        dp.of[i / 4][i % 4] = whole || column < own.limit[h] ? share * (dp.of[i / 4][i % 4] - delta[h]) : 0;
       }
       dq.add(dp, tiles[turn][0], half, own.most - from);
     }
@@ -282,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_keys(const AttentionJob job) {
   if constexpr (!IS_HALF) return;
   __shared__ Square tiles[2][2];
-  __shared__ float lse[2][SIDE], along[2][SIDE];
+  __shared__ float lse[2][SIDE], delta[2][SIDE];
   __shared__ u32 limit[2][SIDE];
   const u32 blocks = (job.keys + BANDS - 1) / BANDS, pair = blockIdx.x / blocks;
   const u32 block = blockIdx.x % blocks * BANDS, own = block + band();
@@ -295,13 +295,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
     while (first < job.queries && reach_of(job, first, SIDE) <= block) first += SIDE;
     return first;
   };
-  float next_lse = 0, next_along = 0;
+  float next_lse = 0, next_delta = 0;
   const auto read_queries = [&](u32 first, Square (&to)[2]) {
     read_ahead(to[0], q, job.q, first, job.queries), read_ahead(to[1], dy, job.dy, first, job.queries);
     const u32 row = first + threadIdx.x % SIDE;
     const u64 i = (u64)pair * job.queries + row;
     next_lse = row < job.queries ? load_one<F32>(job.lse, i) : 0;
-    next_along = row < job.queries ? load_one<F32>(job.along, i) : 0;
+    next_delta = row < job.queries ? load_one<F32>(job.delta, i) : 0;
   };
   const float factor = job.scale * LOG2_E;
   Sums<8> dk = {}, dv = {};
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
 #pragma unroll 1
   for (u32 first = next, turn = 0; first < job.queries; first = next, turn ^= 1) {
     if (threadIdx.x < SIDE) {
-      lse[turn][threadIdx.x] = next_lse, along[turn][threadIdx.x] = next_along;
+      lse[turn][threadIdx.x] = next_lse, delta[turn][threadIdx.x] = next_delta;
       limit[turn][threadIdx.x] = limit_of(job, first + threadIdx.x);
     }
     wait_for_copies();
@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
         const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = own + lane() / 4 + i / 2 % 2 * 8;
-        const float dshare = p.of[i / 4][i % 4] * (dp.of[i / 4][i % 4] - along[turn][row]);
+        const float dshare = p.of[i / 4][i % 4] * (dp.of[i / 4][i % 4] - delta[turn][row]);
         dp.of[i / 4][i % 4] = key < limit[turn][row] ? dshare : 0;
       }
       dk.add(dp, tiles[turn][0], part, rows);

@@ -12,7 +12,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Kernel, Kernels, Output, pair};
+use super::jobs::{TransposeJob, u32_of};
+use super::{Kernel, Kernels, Output};
 use crate::graph::custom_op::{channels_last, channels_second};
 
 /// Memory layout of images.
@@ -95,7 +96,14 @@ impl Kernels {
         shape: [usize; 4],
     ) -> Result<Tensor> {
         let to = self.empty(&shape[..], from.dtype())?;
-        let job = [self.address(from)?, to.at, pair(count, rows), pair(columns, 0)];
+        let job = TransposeJob {
+            x: self.address(from)?,
+            y: to.at,
+            count: u32_of(count),
+            rows: u32_of(rows),
+            columns: u32_of(columns),
+            unused: 0,
+        };
         // The same as in `channels_last.cu`.
         let side = |own: usize, other: usize| match (own < TILE, other < TILE) {
             (true, _) => own,

@@ -6,10 +6,11 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::channels_last::Order;
 use super::cudnn::{Convolution, Pass, Plan};
+use super::jobs::{BiasJob, ColumnsJob, u32_of};
 use super::matmul::{Matrices, ONE};
 use super::node::node_of;
 use super::norm::sums_of_channels;
-use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, pair, stretches};
+use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, stretches};
 use crate::graph::custom_op::{apply2, apply3};
 use crate::sizes::{Geometry, Grouped};
 
@@ -109,7 +110,13 @@ impl Convolve for ByCudnn {
         unsafe { self.run(Pass::Forward, [&x, &weight], &y) }?;
         if let Some(bias) = bias {
             let rows = g.images * g.pixels();
-            let job = [y.at, kernels.address(bias)?, pair(rows, outputs), pair(0, 0)];
+            let job = BiasJob {
+                y: y.at,
+                bias: kernels.address(bias)?,
+                rows: u32_of(rows),
+                count: u32_of(outputs),
+                ..Default::default()
+            };
             let blocks = blocks_of_warps(stretches(rows, outputs));
             // SAFETY: a `BiasJob` of the result's rows, and a row of biases.
             unsafe { kernels.launch(self.of.dtype, Kernel::add_bias, blocks, &job) }?;
@@ -184,8 +191,15 @@ impl Convolve for Conv {
             unsafe { kernels.multiply(count, [outputs, depth, pixels], [w, from, to], ONE) }?;
         }
         if let Some(bias) = bias {
-            let (rows, at) = (g.images * outputs, kernels.address(bias)?);
-            let job = [y.at, at, pair(rows, pixels), pair(outputs, 0)];
+            let rows = g.images * outputs;
+            let job = BiasJob {
+                y: y.at,
+                bias: kernels.address(bias)?,
+                rows: u32_of(rows),
+                count: u32_of(pixels),
+                channels: u32_of(outputs),
+                unused: 0,
+            };
             let blocks = blocks_of_warps(stretches(rows, pixels));
             // SAFETY: a `BiasJob` of the result's planes, and a bias for each channel.
             unsafe { kernels.launch(dtype, Kernel::add_bias, blocks, &job) }?;
@@ -295,17 +309,22 @@ impl Conv {
         [per_image, per_tap]: [usize; 2],
     ) -> Result<()> {
         let (g, dtype) = (&self.g, self.dtype);
-        let job = [
-            images,
+        let job = ColumnsJob {
+            x: images,
             columns,
-            per_image as u64,
-            per_tap as u64,
-            pair(count, g.channels),
-            pair(g.height, g.width),
-            pair(g.out_height, g.out_width),
-            pair(g.kernel_height, g.kernel_width),
-            pair(g.window.stride, g.window.padding),
-        ];
+            per_image: per_image as u64,
+            per_tap: per_tap as u64,
+            images: u32_of(count),
+            channels: u32_of(g.channels),
+            height: u32_of(g.height),
+            width: u32_of(g.width),
+            out_height: u32_of(g.out_height),
+            out_width: u32_of(g.out_width),
+            kernel_height: u32_of(g.kernel_height),
+            kernel_width: u32_of(g.kernel_width),
+            stride: u32_of(g.window.stride),
+            padding: u32_of(g.window.padding),
+        };
         let parts = match kernel {
             Kernel::im2col => stretches(count * g.depth(), g.pixels()),
             _ => stretches(count * g.channels, g.height * g.width),

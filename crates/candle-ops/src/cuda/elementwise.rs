@@ -5,10 +5,9 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::channels_last::Order;
+use super::jobs::{AddRowsJob, BytesJob, MapJob, u32_of};
 use super::node::{node, node_of};
-use super::{
-    Kernel, Kernels, Output, THREADS, blocks_of_threads, blocks_of_warps, pair, stretches,
-};
+use super::{Kernel, Kernels, Output, THREADS, blocks_of_threads, blocks_of_warps, stretches};
 use crate::graph::custom_op::{apply1, apply2};
 use crate::state::constants::constant;
 
@@ -46,7 +45,13 @@ pub(super) fn add_rows(kernels: &Arc<Kernels>, whole: &Tensor, row: &Tensor) -> 
     let y = kernels.empty(whole.shape(), whole.dtype())?;
     let count = row.elem_count();
     let rows = whole.elem_count() / count;
-    let job = [kernels.address(whole)?, kernels.address(row)?, y.at, pair(rows, count)];
+    let job = AddRowsJob {
+        a: kernels.address(whole)?,
+        b: kernels.address(row)?,
+        y: y.at,
+        rows: u32_of(rows),
+        count: u32_of(count),
+    };
     let blocks = blocks_of_warps(stretches(rows, count));
     // SAFETY: an `AddRowsJob` of `rows * count` elements, `count` and as many results, of this
     // type.
@@ -89,7 +94,8 @@ pub(super) fn add_relu(kernels: &Arc<Kernels>, a: &Tensor, b: &Tensor) -> Result
 pub(super) fn add_to_f32(kernels: &Arc<Kernels>, wide: &Tensor, half: &Tensor) -> Result<Tensor> {
     let y = kernels.empty(wide.shape(), DType::F32)?;
     let count = wide.elem_count();
-    let job = [kernels.address(wide)?, kernels.address(half)?, y.at, count as u64];
+    let (a, b) = (kernels.address(wide)?, kernels.address(half)?);
+    let job = MapJob { a, b, y: y.at, count: count as u64 };
     // SAFETY: a `MapJob` of `count` elements each, `b` of the program's type, the others `f32`.
     unsafe { kernels.launch(half.dtype(), Kernel::add_to_f32, blocks_of_threads(count), &job) }?;
     let kernels = kernels.clone();
@@ -121,8 +127,15 @@ pub(super) fn normalize(
         Tensor::from_slice(&by, by.len(), images.device())
     })?;
     let y = kernels.empty(images.shape(), dtype)?;
-    let (x, by) = (kernels.address(images)?, kernels.address(&by)?);
-    let job = [x, y.at, by, pair(planes, pixels), pair(channels, 0)];
+    let job = BytesJob {
+        x: kernels.address(images)?,
+        y: y.at,
+        by: kernels.address(&by)?,
+        planes: u32_of(planes),
+        pixels: u32_of(pixels),
+        channels: u32_of(channels),
+        unused: 0,
+    };
     let blocks = blocks_of_warps(stretches(planes, pixels));
     // SAFETY: a `BytesJob` of `planes * pixels` bytes and as many results, with two numbers for
     // each channel.
@@ -145,7 +158,7 @@ impl Kernels {
             half => (half, Kernel::cast_to_f32),
         };
         let count = x.elem_count();
-        let job = [self.address(x)?, 0, y.at, count as u64];
+        let job = MapJob { a: self.address(x)?, b: 0, y: y.at, count: count as u64 };
         // Four times four elements per thread.
         let blocks = count.div_ceil(16 * THREADS).min(1 << 12);
         // SAFETY: a `MapJob` of two tensors of `count` elements, one `f32`, the other of the
@@ -158,7 +171,8 @@ impl Kernels {
     pub(super) fn map(&self, kernel: Kernel, [a, b]: [&Tensor; 2]) -> Result<Output> {
         let y = self.empty(a.shape(), a.dtype())?;
         let count = a.elem_count();
-        let job = [self.address(a)?, self.address(b)?, y.at, count as u64];
+        let (a_at, b_at) = (self.address(a)?, self.address(b)?);
+        let job = MapJob { a: a_at, b: b_at, y: y.at, count: count as u64 };
         // SAFETY: a `MapJob` of three tensors of `count` elements of this type.
         unsafe { self.launch(a.dtype(), kernel, blocks_of_threads(count), &job) }?;
         Ok(y)

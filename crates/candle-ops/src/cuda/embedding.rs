@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
+use super::jobs::{EmbeddingJob, u32_of};
 use super::node::node;
-use super::{Kernel, Kernels, THREADS, blocks_of_threads, blocks_of_warps, pair};
+use super::{Kernel, Kernels, THREADS, blocks_of_threads, blocks_of_warps};
 use crate::graph::custom_op::apply1;
 
 /// The caller has checked the indices; there is at least one.
@@ -21,17 +22,28 @@ pub(super) fn embedding(
     let (count, dtype) = (ids.elem_count(), weight.dtype());
     let y = kernels.empty([ids.dims(), &[width]].concat(), dtype)?;
     let ids = ids.to_dtype(DType::I64)?.contiguous()?;
-    let extents = [pair(count, width), pair(padding.unwrap_or(u32::MAX as usize), 0)];
-    let of = [kernels.address(&ids)?, kernels.address(weight)?];
-    let job = [of[0], of[1], y.at, 0, extents[0], extents[1]];
+    let job = EmbeddingJob {
+        ids: kernels.address(&ids)?,
+        table: kernels.address(weight)?,
+        rows: y.at,
+        count: u32_of(count),
+        width: u32_of(width),
+        padding: padding.map_or(u32::MAX, u32_of),
+        ..Default::default()
+    };
     // SAFETY: an `EmbeddingJob` of indices, table and result.
     unsafe { kernels.launch(dtype, Kernel::embedding, blocks_of_warps(count), &job) }?;
     let kernels = kernels.clone();
     let backward = move |[weight]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dw = weight.zeros_like()?;
         let ends = Tensor::zeros(2 * rows, DType::U32, weight.device())?;
-        let [ids, to, from, ends] = [&ids, &dw, dy, &ends].map(|t| kernels.address(t));
-        let job = [ids?, to?, from?, ends?, extents[0], extents[1]];
+        let job = EmbeddingJob {
+            ids: kernels.address(&ids)?,
+            table: kernels.address(&dw)?,
+            rows: kernels.address(dy)?,
+            ends: kernels.address(&ends)?,
+            ..job
+        };
         // SAFETY: an `EmbeddingJob` of indices, and two numbers for each row.
         unsafe { kernels.launch(dtype, Kernel::ends_of_ids, blocks_of_threads(count), &job) }?;
         let blocks = (count * width.div_ceil(THREADS)).min(1 << 16);

@@ -3,7 +3,8 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::attention::{Attention, Place};
-use super::{Kernel, Kernels, pair};
+use super::jobs::{AttentionJob, Operand, u32_of};
+use super::{Kernel, Kernels};
 
 /// The same as in `attention.cu`: number of queries, or keys, in a block.
 const ROWS: usize = 128;
@@ -45,8 +46,7 @@ impl Fused {
         y: Place,
     ) -> Result<Tensor> {
         let lse = kernels.empty((of.batch * of.heads, of.queries), DType::F32)?;
-        let places = [Some(q), Some(k), Some(v), Some(y), None, None, None, None];
-        let job = job(of, places, [lse.at, 0]);
+        let job = AttentionJob { lse: lse.at, ..job(of, [q, k, v, y]) };
         let blocks = of.batch * of.heads * of.queries.div_ceil(ROWS);
         // SAFETY: an `AttentionJob` of the forward pass; the caller vouches for the addresses.
         unsafe { kernels.launch(of.dtype, Kernel::attention, blocks, &job) }?;
@@ -67,9 +67,17 @@ impl Fused {
         [y, dy]: [Place; 2],
         [dq, dk, dv]: [Place; 3],
     ) -> Result<()> {
-        let along = kernels.empty(lse.shape(), DType::F32)?;
-        let places = [q, k, v, y, dy, dq, dk, dv].map(Some);
-        let job = job(of, places, [kernels.address(lse)?, along.at]);
+        let delta = kernels.empty(lse.shape(), DType::F32)?;
+        let [depth, value_depth] = of.depths;
+        let job = AttentionJob {
+            dy: operand(dy, value_depth),
+            dq: operand(dq, depth),
+            dk: operand(dk, depth),
+            dv: operand(dv, value_depth),
+            lse: kernels.address(lse)?,
+            delta: delta.at,
+            ..job(of, [q, k, v, y])
+        };
         let steps =
             [(Kernel::attention_backward, of.queries), (Kernel::attention_backward_keys, of.keys)];
         for (kernel, rows) in steps {
@@ -81,19 +89,25 @@ impl Fused {
     }
 }
 
-/// The words of an `AttentionJob`: `q`, `k`, `v`, `y` and their gradients, the logarithms and
-/// `along`.
-fn job(of: &Attention, places: [Option<Place>; 8], rows: [u64; 2]) -> Vec<u64> {
+/// The job of a call, without gradients and statistics.
+fn job(of: &Attention, [q, k, v, y]: [Place; 4]) -> AttentionJob {
     let [depth, value_depth] = of.depths;
-    let depths = [depth, depth, value_depth, value_depth, value_depth, depth, depth, value_depth];
-    let mut words = Vec::with_capacity(29);
-    for (place, depth) in places.into_iter().zip(depths) {
-        let Place { at, head, step, line } =
-            place.unwrap_or(Place { at: 0, head: 0, step: 0, line: 0 });
-        words.extend([at, pair(head, step), pair(line, depth)]);
+    AttentionJob {
+        q: operand(q, depth),
+        k: operand(k, depth),
+        v: operand(v, value_depth),
+        y: operand(y, value_depth),
+        heads: u32_of(of.heads),
+        samples: u32_of(of.batch),
+        queries: u32_of(of.queries),
+        keys: u32_of(of.keys),
+        seen: u32_of(of.seen),
+        scale: of.scale,
+        ..Default::default()
     }
-    words.extend(rows);
-    words.extend([pair(of.heads, of.batch), pair(of.queries, of.keys)]);
-    words.push(pair(of.seen, of.scale.to_bits() as usize));
-    words
+}
+
+fn operand(Place { at, head, step, line }: Place, depth: usize) -> Operand {
+    let [head, step, line, depth] = [head, step, line, depth].map(u32_of);
+    Operand { at, head, step, line, depth }
 }

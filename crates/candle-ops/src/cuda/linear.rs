@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
+use super::jobs::{BiasJob, u32_of};
 use super::matmul::{Matrices, ONE};
 use super::node::node;
-use super::{Kernel, Kernels, blocks_of_warps, one_type, pair, stretches};
+use super::{Kernel, Kernels, blocks_of_warps, one_type, stretches};
 use crate::graph::custom_op::{apply2, apply3};
 use crate::graph::tape::casts::leaf_of_cast;
 use crate::sizes::LinearSizes;
@@ -77,7 +78,13 @@ impl Linear {
         // SAFETY: as above.
         unsafe { kernels.multiply(1, [rows, inputs, outputs], factors, ONE) }?;
         let Some(bias) = bias else { return Ok(y) };
-        let job = [y.at, kernels.address(&bias)?, pair(rows, outputs), 0];
+        let job = BiasJob {
+            y: y.at,
+            bias: kernels.address(&bias)?,
+            rows: u32_of(rows),
+            count: u32_of(outputs),
+            ..Default::default()
+        };
         let blocks = blocks_of_warps(stretches(rows, outputs));
         // SAFETY: a `BiasJob` of the result's rows, and one row.
         unsafe { kernels.launch(dtype, Kernel::add_bias, blocks, &job) }?;

@@ -2,7 +2,8 @@
 //! operators.
 //!
 //! `ops.cu`, `images.cu`, `channels_last.cu`, `rows.cu` and `attention.cu` contain the kernels; the
-//! modules of this folder launch them. Memory belongs to candle, which frees it in stream order;
+//! modules of this folder launch them, with the structs of `jobs.rs`, and `operators.rs` is the
+//! crate's trait over them. Memory belongs to candle, which frees it in stream order;
 //! all launches are in that stream, with their arguments by value, so nothing is copied from the
 //! host, and the host never waits. Matrix products use cuBLAS, through candle's handle; those in
 //! half precision with a bias use cuBLASLt (`biased.rs`); convolutions use cuDNN if it can be
@@ -35,6 +36,7 @@ mod cudnn;
 mod elementwise;
 mod embedding;
 mod fused_attention;
+mod jobs;
 mod linear;
 mod matmul;
 mod node;
@@ -55,6 +57,7 @@ use candle_core::{CudaDevice, DType, Device, Result, Shape, Storage, Tensor, bai
 use half::{bf16, f16};
 
 use self::cudnn::Cudnn;
+use self::jobs::Job;
 use crate::Context;
 use crate::error::{self, Error};
 use crate::kernels::DeviceKernels;
@@ -230,19 +233,19 @@ impl Kernels {
     ///
     /// # Safety
     ///
-    /// `job` must be the words of the kernel's struct; its addresses those of contiguous tensors,
-    /// of the types and extents that the kernel expects, that are alive until this returns.
+    /// `job` must be of the kernel's type; its addresses those of contiguous tensors, of the types
+    /// and extents that the kernel expects, that are alive until this returns.
     unsafe fn launch(
         &self,
         dtype: DType,
         kernel: Kernel,
         blocks: usize,
-        job: &[u64],
+        job: &impl Job,
     ) -> Result<()> {
         let Some(program) = program(dtype) else { bail!("{kernel:?}: no kernel for {dtype:?}") };
         let blocks = u32::try_from(blocks.max(1)).map_err(candle_core::Error::wrap)?;
         // SAFETY: the caller vouches for the job; candle frees its tensors in order of the stream.
-        unsafe { self.programs[program].launch(kernel as usize, blocks, job) }
+        unsafe { self.programs[program].launch(kernel as usize, blocks, job.words()) }
             .map_err(candle_core::Error::wrap)
     }
 
@@ -307,12 +310,6 @@ fn start(storage: &CudaStorage) -> Result<u64> {
         DType::I64 => of::<i64>(storage),
         other => bail!("no kernel for {other:?}"),
     }
-}
-
-/// Two 32-bit numbers, in their memory layout in a struct.
-fn pair(first: usize, second: usize) -> u64 {
-    debug_assert!(first.max(second) <= u32::MAX as usize, "tensors are smaller");
-    first as u64 | (second as u64) << 32
 }
 
 /// Number of blocks for this many parts, with one warp per part.

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::channels_last::Order;
+use super::jobs::{NormJob, TrackJob, u32_of};
 use super::node::node_of;
-use super::{FOLDED, Kernel, Kernels, blocks_of_warps, pair, stretches};
+use super::{FOLDED, Kernel, Kernels, blocks_of_warps, stretches};
 use crate::graph::custom_op::apply3;
 use crate::sizes::{BatchNormOptions, Planes, Statistics};
 
@@ -33,14 +34,14 @@ pub(super) fn batch_norm(
         None => norm.measure(own)?,
     };
     let y = kernels.empty(own.shape(), x.dtype())?;
-    let job = Job {
+    let job = NormJob {
         x: kernels.address(own)?,
         y: y.at,
         gamma: kernels.address(gamma)?,
         beta: kernels.address(beta)?,
         mean: kernels.address(&statistics.mean)?,
         var: kernels.address(&statistics.var)?,
-        ..Job::default()
+        ..NormJob::default()
     };
     // SAFETY: all tensors that `normalize` uses, contiguous and of these extents.
     unsafe { norm.each([Kernel::normalize, Kernel::normalize_last], &job) }?;
@@ -58,7 +59,8 @@ pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Te
     let dy = kernels.laid(dy, Order::First)?;
     let sums = kernels.empty(norm.planes.channels, DType::F32)?;
     let part = kernels.empty((norm.planes.channels, norm.parts, 2), DType::F64)?;
-    let job = Job { dy: kernels.address(&dy)?, dbeta: sums.at, part: part.at, ..Job::default() };
+    let job =
+        NormJob { dy: kernels.address(&dy)?, dbeta: sums.at, part: part.at, ..NormJob::default() };
     // SAFETY: all tensors that `norm_sums` uses without an input.
     unsafe { norm.add_up([Kernel::norm_sums, Kernel::norm_sums_last], &job) }?;
     Ok(sums.tensor())
@@ -74,30 +76,18 @@ pub(super) fn track(
     factor: f32,
 ) -> Result<()> {
     let channels = running.mean.elem_count();
-    let mut job = Vec::with_capacity(6);
-    for tensor in [&running.mean, &running.var, &batch.mean, &batch.var] {
-        job.push(kernels.address(tensor)?);
-    }
-    job.extend([pair(channels, momentum.to_bits() as usize), pair(factor.to_bits() as usize, 0)]);
+    let job = TrackJob {
+        mean: kernels.address(&running.mean)?,
+        var: kernels.address(&running.var)?,
+        batch_mean: kernels.address(&batch.mean)?,
+        batch_var: kernels.address(&batch.var)?,
+        channels: u32_of(channels),
+        momentum,
+        factor,
+        unused: 0,
+    };
     // SAFETY: a `TrackJob` of four contiguous tensors of as many channels, `f32`.
     unsafe { kernels.launch(DType::F32, Kernel::track, channels.div_ceil(super::THREADS), &job) }
-}
-
-/// The addresses of a `NormJob`; 0 if absent.
-#[derive(Clone, Copy, Default)]
-struct Job {
-    x: u64,
-    y: u64,
-    dy: u64,
-    dx: u64,
-    gamma: u64,
-    beta: u64,
-    mean: u64,
-    var: u64,
-    dgamma: u64,
-    dbeta: u64,
-    along: u64,
-    part: u64,
 }
 
 struct Norm {
@@ -134,12 +124,12 @@ impl Norm {
         let [mean, var] = [(); 2].map(|()| self.kernels.empty(self.planes.channels, DType::F32));
         let (mean, var) = (mean?, var?);
         let part = self.kernels.empty((self.planes.channels, self.parts, 3), DType::F64)?;
-        let job = Job {
+        let job = NormJob {
             x: self.kernels.address(x)?,
             mean: mean.at,
             var: var.at,
             part: part.at,
-            ..Job::default()
+            ..NormJob::default()
         };
         // SAFETY: all tensors that `moments` uses.
         unsafe { self.add_up([Kernel::moments, Kernel::moments_last], &job) }?;
@@ -162,7 +152,7 @@ impl Norm {
         let [x, y, dy] = [x, y, dy].map(|t| kernels.laid(t, self.order));
         let (x, y, dy) = (x?, y?, dy?);
         let dx = kernels.empty(x.shape(), self.dtype)?;
-        let job = Job {
+        let job = NormJob {
             x: kernels.address(&x)?,
             y: if self.options.relu { kernels.address(&y)? } else { 0 },
             dy: kernels.address(&dy)?,
@@ -174,11 +164,11 @@ impl Norm {
             dbeta: dbeta.at,
             along: along.at,
             part: part.at,
-            ..Job::default()
+            ..NormJob::default()
         };
         // SAFETY: all tensors that `norm_sums` uses.
         unsafe { self.add_up([Kernel::norm_sums, Kernel::norm_sums_last], &job) }?;
-        let job = Job { along: if of_batch { along.at } else { 0 }, ..job };
+        let job = NormJob { along: if of_batch { along.at } else { 0 }, ..job };
         // SAFETY: all tensors that `norm_backward` uses.
         unsafe { self.each([Kernel::norm_backward, Kernel::norm_backward_last], &job) }?;
         Ok([Some(dx.seen(self.order)?), Some(dgamma.tensor()), Some(dbeta.tensor())])
@@ -189,7 +179,7 @@ impl Norm {
     /// # Safety
     ///
     /// All addresses that the kernel uses must be those of contiguous tensors of these extents.
-    unsafe fn add_up(&self, kernels: [Kernel; 2], job: &Job) -> Result<()> {
+    unsafe fn add_up(&self, kernels: [Kernel; 2], job: &NormJob) -> Result<()> {
         let channels = self.planes.channels;
         let blocks = [channels, channels.div_ceil(SLICE)].map(|of_part| of_part * self.parts);
         // SAFETY: the caller vouches for the addresses.
@@ -206,7 +196,7 @@ impl Norm {
     /// # Safety
     ///
     /// As [`add_up`](Self::add_up).
-    unsafe fn each(&self, kernels: [Kernel; 2], job: &Job) -> Result<()> {
+    unsafe fn each(&self, kernels: [Kernel; 2], job: &NormJob) -> Result<()> {
         let Planes { images, channels, pixels } = self.planes;
         let of_planes = blocks_of_warps(stretches(images * channels, pixels));
         let parts = parts_of_rows(images * pixels, channels, WRITING);
@@ -218,27 +208,25 @@ impl Norm {
     /// # Safety
     ///
     /// As [`add_up`](Self::add_up).
-    unsafe fn launch(&self, kernel: Kernel, blocks: usize, parts: usize, job: &Job) -> Result<()> {
-        let words = [
-            job.x,
-            job.y,
-            job.dy,
-            job.dx,
-            job.gamma,
-            job.beta,
-            job.mean,
-            job.var,
-            job.dgamma,
-            job.dbeta,
-            job.along,
-            job.part,
-            self.kernels.address(&self.kernels.arrived)?,
-            pair(self.planes.images, self.planes.channels),
-            pair(self.planes.pixels, parts),
-            pair(self.options.eps.to_bits() as usize, self.options.relu.into()),
-        ];
+    unsafe fn launch(
+        &self,
+        kernel: Kernel,
+        blocks: usize,
+        parts: usize,
+        job: &NormJob,
+    ) -> Result<()> {
+        let job = NormJob {
+            arrived: self.kernels.address(&self.kernels.arrived)?,
+            images: u32_of(self.planes.images),
+            channels: u32_of(self.planes.channels),
+            pixels: u32_of(self.planes.pixels),
+            parts: u32_of(parts),
+            eps: self.options.eps,
+            relu: self.options.relu.into(),
+            ..*job
+        };
         // SAFETY: a `NormJob`; the caller vouches for the addresses.
-        unsafe { self.kernels.launch(self.dtype, kernel, blocks, &words) }
+        unsafe { self.kernels.launch(self.dtype, kernel, blocks, &job) }
     }
 }
 

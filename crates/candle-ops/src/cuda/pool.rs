@@ -5,8 +5,9 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::channels_last::Order;
+use super::jobs::{MeanJob, PoolJob, u32_of};
 use super::node::{node, node_of};
-use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, pair, stretches};
+use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, stretches};
 use crate::graph::custom_op::apply1;
 use crate::sizes::Windows;
 
@@ -52,16 +53,21 @@ impl Pool {
     unsafe fn launch(&self, kernel: Kernel, pixels: usize, [x, y, taken]: [u64; 3]) -> Result<()> {
         let Windows { images, channels, height, width, out_height, out_width, .. } = self.extents;
         let (planes, window) = (images * channels, self.extents.window);
-        let job = [
+        let job = PoolJob {
             x,
             y,
             taken,
-            pair(planes, height),
-            pair(width, out_height),
-            pair(out_width, self.extents.kernel),
-            pair(window.stride, window.padding),
-            pair(channels, 0),
-        ];
+            planes: u32_of(planes),
+            height: u32_of(height),
+            width: u32_of(width),
+            out_height: u32_of(out_height),
+            out_width: u32_of(out_width),
+            kernel: u32_of(self.extents.kernel),
+            stride: u32_of(window.stride),
+            padding: u32_of(window.padding),
+            channels: u32_of(channels),
+            unused: 0,
+        };
         let of_planes = blocks_of_warps(stretches(planes, pixels));
         let blocks = self.order.pick([of_planes, blocks_of_threads(planes * pixels)]);
         // SAFETY: a `PoolJob`; the caller vouches for the addresses.
@@ -75,8 +81,14 @@ pub(super) fn global_avg_pool(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tens
     let (planes, pixels) = (images * channels, height * width);
     let y = kernels.empty((images, channels), x.dtype())?;
     let own = kernels.laid(x, order)?;
-    let extents = [pair(planes, pixels), pair(channels, 0)];
-    let job = [kernels.address(&own)?, y.at, extents[0], extents[1]];
+    let job = MeanJob {
+        x: kernels.address(&own)?,
+        y: y.at,
+        planes: u32_of(planes),
+        pixels: u32_of(pixels),
+        channels: u32_of(channels),
+        unused: 0,
+    };
     let forward = order.pick([Kernel::mean_pool, Kernel::mean_pool_last]);
     let blocks = move |elements| order.pick([blocks_of_warps(planes), blocks_of_threads(elements)]);
     // SAFETY: a `MeanJob` of `planes` planes, and a number for each.
@@ -84,7 +96,7 @@ pub(super) fn global_avg_pool(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tens
     let kernels = kernels.clone();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(&order.shape(x.dims4()?)[..], x.dtype())?;
-        let job = [dx.at, kernels.address(dy)?, extents[0], extents[1]];
+        let job = MeanJob { x: dx.at, y: kernels.address(dy)?, ..job };
         let backward = order.pick([Kernel::mean_pool_backward, Kernel::mean_pool_last_backward]);
         // SAFETY: as above, with gradients in their places.
         unsafe { kernels.launch(x.dtype(), backward, blocks(planes * pixels), &job) }?;

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
+use super::jobs::{ColumnSumsJob, FoldJob, LayerNormJob, LossJob, SoftmaxJob, u32_of};
 use super::node::node;
-use super::{FOLDED, Kernel, Kernels, Output, THREADS, blocks_of_warps, pair};
+use super::{FOLDED, Kernel, Kernels, Output, THREADS, blocks_of_warps};
 use crate::graph::custom_op::{apply1, apply3};
 
 /// Number of warps that keep a row in registers together; 0 for a longer row, which a warp reads
@@ -46,14 +47,23 @@ pub(super) fn layer_norm(
     let (count, dtype) = (gamma.elem_count(), x.dtype());
     let rows = x.elem_count() / count;
     let team = Team::of(count);
-    let words = move |[x, y, dy, dx, gamma, beta, lines, part]: [u64; 8]| {
-        let extents = [pair(rows, count), pair(eps.to_bits() as usize, team.0)];
-        [x, y, dy, dx, gamma, beta, lines, part, extents[0], extents[1]]
+    let sizes = LayerNormJob {
+        rows: u32_of(rows),
+        count: u32_of(count),
+        eps,
+        team: u32_of(team.0),
+        ..Default::default()
     };
     let y = kernels.empty(x.shape(), dtype)?;
     let lines = kernels.empty((rows, 2), DType::F32)?;
-    let of = [kernels.address(gamma)?, kernels.address(beta)?];
-    let job = words([kernels.address(x)?, y.at, 0, 0, of[0], of[1], lines.at, 0]);
+    let job = LayerNormJob {
+        x: kernels.address(x)?,
+        y: y.at,
+        gamma: kernels.address(gamma)?,
+        beta: kernels.address(beta)?,
+        lines: lines.at,
+        ..sizes
+    };
     // SAFETY: a `LayerNormJob` of the forward pass.
     unsafe { kernels.launch(dtype, Kernel::layer_norm, team.blocks(rows), &job) }?;
     let (kernels, lines) = (kernels.clone(), lines.tensor());
@@ -62,9 +72,15 @@ pub(super) fn layer_norm(
         let is_held = team.0 > 0;
         let blocks = if is_held { team.blocks(rows).min(PARTS) } else { blocks_of_warps(rows) };
         let part = kernels.empty(if is_held { 2 * blocks * count } else { 1 }, DType::F64)?;
-        let of = [kernels.address(x)?, kernels.address(dy)?, kernels.address(gamma)?];
-        let at = kernels.address(&lines)?;
-        let job = words([of[0], 0, of[1], dx.at, of[2], 0, at, part.at]);
+        let job = LayerNormJob {
+            x: kernels.address(x)?,
+            dy: kernels.address(dy)?,
+            dx: dx.at,
+            gamma: kernels.address(gamma)?,
+            lines: kernels.address(&lines)?,
+            part: part.at,
+            ..sizes
+        };
         // SAFETY: a `LayerNormJob` of the backward pass; `part` has sums for each block.
         unsafe { kernels.launch(dtype, Kernel::layer_norm_backward, blocks, &job) }?;
         let [dbeta, dgamma] = match is_held {
@@ -124,7 +140,15 @@ impl Softmax {
         [x, y, dy]: [u64; 3],
     ) -> Result<()> {
         let (rows, team) = (elements / self.width, Team::of(self.width));
-        let job = [x, y, dy, pair(rows, self.width), pair(self.seen, team.0)];
+        let job = SoftmaxJob {
+            x,
+            y,
+            dy,
+            rows: u32_of(rows),
+            count: u32_of(self.width),
+            seen: u32_of(self.seen),
+            team: u32_of(team.0),
+        };
         // SAFETY: a `SoftmaxJob`; the caller vouches for the addresses.
         unsafe { kernels.launch(dtype, kernel, team.blocks(rows), &job) }
     }
@@ -141,17 +165,29 @@ pub(super) fn cross_entropy(
     let labels = labels.to_dtype(DType::I64)?.contiguous()?;
     let loss = kernels.empty((), DType::F32)?;
     let (part, lines) = (kernels.empty(rows, DType::F64)?, kernels.empty((rows, 2), DType::F32)?);
-    let arrived = kernels.address(&kernels.arrived)?;
-    let extents = pair(rows, count);
-    let of = [kernels.address(x)?, kernels.address(&labels)?];
-    let job = [of[0], of[1], loss.at, 0, 0, lines.at, part.at, arrived, extents];
+    let sizes = LossJob { rows: u32_of(rows), count: u32_of(count), ..Default::default() };
+    let job = LossJob {
+        x: kernels.address(x)?,
+        labels: kernels.address(&labels)?,
+        y: loss.at,
+        lines: lines.at,
+        part: part.at,
+        arrived: kernels.address(&kernels.arrived)?,
+        ..sizes
+    };
     // SAFETY: a `LossJob` of the forward pass; `part` has a number for each row.
     unsafe { kernels.launch(x.dtype(), Kernel::cross_entropy, blocks_of_warps(rows), &job) }?;
     let (kernels, lines) = (kernels.clone(), lines.tensor());
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
         let dx = kernels.empty(x.shape(), x.dtype())?;
-        let of = [kernels.address(x)?, kernels.address(&labels)?, kernels.address(dy)?];
-        let job = [of[0], of[1], 0, of[2], dx.at, kernels.address(&lines)?, 0, 0, extents];
+        let job = LossJob {
+            x: kernels.address(x)?,
+            labels: kernels.address(&labels)?,
+            dy: kernels.address(dy)?,
+            dx: dx.at,
+            lines: kernels.address(&lines)?,
+            ..sizes
+        };
         let blocks = blocks_of_warps(rows);
         // SAFETY: a `LossJob` of the backward pass.
         unsafe { kernels.launch(x.dtype(), Kernel::cross_entropy_backward, blocks, &job) }?;
@@ -184,7 +220,16 @@ impl Kernels {
             Some((x, lines)) => (self.address(x)?, self.address(lines)?),
             None => (0, 0),
         };
-        let job = [x, self.address(dy)?, lines, part.at, pair(rows, count), pair(parts, 0)];
+        let job = ColumnSumsJob {
+            x,
+            dy: self.address(dy)?,
+            lines,
+            part: part.at,
+            rows: u32_of(rows),
+            count: u32_of(count),
+            parts: u32_of(parts),
+            unused: 0,
+        };
         // SAFETY: a `ColumnSumsJob`; `part` has numbers for each part of the rows.
         unsafe { self.launch(dy.dtype(), Kernel::column_sums, tiles * parts, &job) }?;
         self.fold(&part, parts, count, normal.is_some())
@@ -200,8 +245,13 @@ impl Kernels {
     ) -> Result<[Option<Tensor>; 2]> {
         let sum = self.empty(count, DType::F32)?;
         let dot = two.then(|| self.empty(count, DType::F32)).transpose()?;
-        let at = dot.as_ref().map_or(0, |dot| dot.at);
-        let job = [part.at, sum.at, at, pair(count, parts)];
+        let job = FoldJob {
+            part: part.at,
+            sum: sum.at,
+            dot: dot.as_ref().map_or(0, |dot| dot.at),
+            count: u32_of(count),
+            parts: u32_of(parts),
+        };
         let columns = if two { 2 * count } else { count };
         // SAFETY: a `FoldJob`; the caller's kernel wrote the parts.
         unsafe { self.launch(DType::F32, Kernel::fold_columns, columns.div_ceil(FOLDED), &job) }?;

@@ -10,10 +10,9 @@ use collective::{
 };
 use fused_optim::Slice;
 use parking_lot::Mutex;
-use runner::Result;
 use runner::data::{Dataset, Draw};
 use runner::engine::candle::{CandleEngine, CandleOptions};
-use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
+use runner::engine::{Engine, EngineState, GradSink, Model, SharedSink, StepContext};
 use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 /// Hands gradients to a reducer, and notes how many buckets had left after each.
@@ -23,7 +22,7 @@ struct Watch {
 }
 
 impl GradSink for Watch {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
         let Slice::F32(grad) = grad else { panic!("an f32 model has f32 gradients") };
         self.reducer.ready(index, grad)?;
         self.launched.push(self.reducer.launched());

@@ -92,7 +92,7 @@ fn first_and_next(network: Network, shape: &[usize], depth: usize, dtype: DType)
 struct Discard;
 
 impl GradSink for Discard {
-    fn ready(&mut self, _: usize, grad: Slice<'_>) -> runner::Result<()> {
+    fn ready(&mut self, _: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
         black_box(grad);
         Ok(())
     }

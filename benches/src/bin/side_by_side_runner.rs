@@ -28,8 +28,8 @@ use runner::engine::candle::candle_core::{DType, Device, Module, ModuleT, Result
 use runner::engine::candle::candle_nn::{self, VarBuilder, VarMap};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions, ops};
 use runner::engine::{
-    CompileOptions, Engine, EngineState, GradSink, Gradient, Losses, SharedSink, StepContext,
-    TensorSpec,
+    CompileOptions, Engine, EngineState, GradSink, Gradient, Losses, Model, SharedSink,
+    StepContext, TensorSpec,
 };
 use runner::hooks::{Hook, Priority};
 use runner::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS, ModelWrapper};
@@ -117,7 +117,7 @@ fn engine(name: &str) -> CandleEngine {
 struct Discard;
 
 impl GradSink for Discard {
-    fn ready(&mut self, _: usize, grad: Slice<'_>) -> runner::Result<()> {
+    fn ready(&mut self, _: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
         black_box(grad);
         Ok(())
     }
@@ -217,7 +217,7 @@ fn stock_resnet(vb: &VarBuilder<'_>, width: usize) -> Result<Net> {
 /// An engine whose step does nothing.
 struct Empty([TensorSpec; 1], [f32; 1]);
 
-impl Engine for Empty {
+impl Model for Empty {
     fn params(&self) -> &[TensorSpec] {
         &self.0
     }
@@ -228,18 +228,20 @@ impl Engine for Empty {
 
     fn with_params(
         &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> runner::Result<()>,
-    ) -> runner::Result<()> {
+        visit: &mut runner::train_step::Visit<'_>,
+    ) -> runner::train_step::Result<()> {
         visit(&mut [SliceMut::F32(&mut self.1)])
     }
 
     fn with_buffers(
         &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> runner::Result<()>,
-    ) -> runner::Result<()> {
+        visit: &mut runner::train_step::Visit<'_>,
+    ) -> runner::train_step::Result<()> {
         visit(&mut [])
     }
+}
 
+impl Engine for Empty {
     fn train_step(&mut self, _: &Batch, _: &mut StepContext<'_>) -> runner::Result<Losses> {
         Ok(Losses::new(vec![("loss".to_owned(), 1.0)]))
     }
@@ -271,7 +273,7 @@ struct NoGradients(SharedSink);
 struct NoSink;
 
 impl GradSink for NoSink {
-    fn ready(&mut self, _: usize, _: Slice<'_>) -> runner::Result<()> {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> runner::train_step::Result<()> {
         Ok(())
     }
 }
@@ -283,20 +285,20 @@ impl ModelWrapper for NoGradients {
 
     fn prepare(
         &mut self,
-        _: Option<&mut dyn Engine>,
+        _: Option<&mut dyn Model>,
         _: &mut StepContext<'_>,
-    ) -> runner::Result<()> {
+    ) -> runner::train_step::Result<()> {
         Ok(())
     }
 
-    fn finish(&mut self) -> runner::Result<()> {
+    fn finish(&mut self) -> runner::train_step::Result<()> {
         Ok(())
     }
 
     fn with_grads(
         &self,
-        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> runner::Result<()>,
-    ) -> runner::Result<()> {
+        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> runner::train_step::Result<()>,
+    ) -> runner::train_step::Result<()> {
         visit(&[Some(Gradient::Host(Slice::F32(&[0.0])))])
     }
 

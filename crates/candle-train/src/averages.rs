@@ -9,19 +9,18 @@
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 use candle_nn::VarMap;
 use candle_ops::Tape;
 use collective::ProcessGroup;
-use collective::reducer::{ParamInfo, Reducer, ReducerOptions};
-use fused_optim::Slice;
-use fused_optim::candle::{slice, tensor};
+use collective::reducer::ReducerOptions;
+use fused_optim::candle::tensor;
 use parking_lot::Mutex;
+use train_step::{DistributedDataParallel, EngineState, Gradient, ModelWrapper, StepContext};
 
 use crate::backward::ParamIndex;
-#[cfg(feature = "cuda")]
-use crate::gpu::OnGpu;
-use crate::variables::{Variables, is_finite};
+use crate::tensors::{ModelTensors, report};
+use crate::variables::Variables;
 use crate::{Error, Result};
 
 /// Data parallelism for a training loop with any optimizer: every rank has the whole model, and
@@ -58,7 +57,7 @@ pub struct DataParallel {
     names: Vec<String>,
     vars: Vec<Var>,
     index: ParamIndex,
-    gradients: Arc<Mutex<Gradients>>,
+    pub(crate) gradients: DistributedDataParallel,
     /// For each variable, whether it got a gradient in this pass.
     reported: Arc<Mutex<Vec<bool>>>,
     /// Between `prepare` and `finish`: whether gradients are averaged in the pass.
@@ -67,15 +66,6 @@ pub struct DataParallel {
     /// Whether every variable needs a gradient.
     is_strict: bool,
     group: ProcessGroup,
-}
-
-/// Storage of the gradients.
-#[derive(Debug)]
-enum Gradients {
-    /// In buckets on the host.
-    Host { reducer: Box<Reducer>, dtypes: Vec<fused_optim::DType> },
-    #[cfg(feature = "cuda")]
-    Device(Box<OnGpu>),
 }
 
 impl DataParallel {
@@ -98,33 +88,25 @@ impl DataParallel {
         group: ProcessGroup,
         options: ReducerOptions,
     ) -> Result<Self> {
-        let param = |(name, var): &(String, Var)| {
-            let dtype = match var.dtype() {
-                DType::F32 => collective::DType::F32,
-                DType::F16 => collective::DType::F16,
-                DType::BF16 => collective::DType::Bf16,
-                other => {
-                    let text = format!("`{name}` is of {other:?}; expected f32, f16 or bf16");
-                    return Err(Error::InvalidArgument(text));
-                }
-            };
-            Ok(ParamInfo::new(name, var.elem_count(), dtype))
-        };
-        let params = variables.params.iter().map(param).collect::<Result<Vec<_>>>()?;
+        Self::of_tensors(variables, &mut variables.tensors()?, group, options)
+    }
+
+    /// `tensors` are those of the variables.
+    pub(crate) fn of_tensors(
+        variables: &Variables,
+        tensors: &mut ModelTensors,
+        group: ProcessGroup,
+        options: ReducerOptions,
+    ) -> Result<Self> {
         let vars: Vec<Var> = variables.params.iter().map(|(_, var)| var.clone()).collect();
         let find_unused = options.find_unused_parameters;
         let is_strict = !find_unused && !options.static_graph;
-        let gradients = if vars.iter().all(|var| var.device().is_cpu()) {
-            let reducer = Box::new(Reducer::new(group.clone(), params, options)?);
-            let dtypes = vars.iter().map(|var| var.dtype().try_into());
-            Gradients::Host { reducer, dtypes: dtypes.collect::<candle_core::Result<_>>()? }
-        } else {
-            on_device(&vars[0], params, &group, options)?
-        };
+        let mut gradients =
+            DistributedDataParallel::new(group.clone(), &tensors.params.specs, options)?;
+        gradients.place(tensors)?;
         variables.broadcast(&group)?;
         let index = ParamIndex::new(vars.iter().map(|var| var.id()));
         let reported = Arc::new(Mutex::new(vec![false; vars.len()]));
-        let gradients = Arc::new(Mutex::new(gradients));
         let names = variables.params.iter().map(|(name, _)| name.clone()).collect();
         let active = None;
         Ok(Self { names, vars, index, gradients, reported, active, find_unused, is_strict, group })
@@ -167,7 +149,10 @@ impl DataParallel {
     /// the backward pass panicked, is abandoned.
     pub(crate) fn prepare(&mut self, sync: bool) -> Result<()> {
         self.abandon("its last backward pass was not finished");
-        self.gradients.lock().prepare(sync)?;
+        let mut state = EngineState::default();
+        let sink = self.gradients.sink();
+        let mut cx = StepContext { sync, ..StepContext::new(sink, &mut state) };
+        self.gradients.prepare(None, &mut cx)?;
         self.reported.lock().fill(false);
         self.active = Some(sync);
         Ok(())
@@ -180,18 +165,19 @@ impl DataParallel {
 
     /// Takes the gradients of a backward pass; an error if some are missing.
     pub(crate) fn pass(&self, (tape, loss): (Tape, &Tensor), gradient: Tensor) -> Result<()> {
-        let (gradients, reported) = (Arc::clone(&self.gradients), Arc::clone(&self.reported));
+        let (sink, reported) = (self.gradients.sink(), Arc::clone(&self.reported));
         let ready = move |index, gradient: Tensor| {
-            gradients.lock().ready(index, &gradient)?;
+            report(&sink, index, gradient)?;
             reported.lock()[index] = true;
             Ok(())
         };
         self.index.backward((tape, loss), gradient, ready, Error::Candle)?;
-        let (gradients, reported) = (self.gradients.lock(), self.reported.lock());
+        let reported = self.reported.lock();
         let has_none = !reported.contains(&true);
         let checks = self.active == Some(true) && self.is_strict;
-        let is_missing =
-            |index: usize| has_none || (checks && !reported[index] && gradients.lacks(index));
+        let is_missing = |index: usize| {
+            has_none || (checks && !reported[index] && !self.gradients.has_gradient(index))
+        };
         let names = self.names.iter().enumerate();
         let names: Vec<_> =
             names.filter(|(index, _)| is_missing(*index)).map(|(_, name)| name.clone()).collect();
@@ -203,17 +189,17 @@ impl DataParallel {
 
     /// Gives the parameters without a gradient in this pass zeros, if they must have one.
     pub(crate) fn fill(&self) -> Result<()> {
-        self.fill_where(|_, _| true)
+        self.fill_where(|_| true)
     }
 
-    fn fill_where(&self, wanted: impl Fn(&Gradients, usize) -> bool) -> Result<()> {
+    fn fill_where(&self, wanted: impl Fn(usize) -> bool) -> Result<()> {
         if self.find_unused {
             return Ok(());
         }
-        let (mut gradients, mut reported) = (self.gradients.lock(), self.reported.lock());
+        let (sink, mut reported) = (self.gradients.sink(), self.reported.lock());
         for (index, var) in self.vars.iter().enumerate() {
-            if !reported[index] && gradients.needs(index) && wanted(&gradients, index) {
-                gradients.ready(index, &var.zeros_like()?)?;
+            if !reported[index] && self.gradients.needs_gradient(index) && wanted(index) {
+                report(&sink, index, var.zeros_like()?)?;
                 reported[index] = true;
             }
         }
@@ -224,11 +210,10 @@ impl DataParallel {
     pub(crate) fn finish(&mut self) -> Result<()> {
         if self.active == Some(true) {
             // They are used, by an earlier pass.
-            let has_gradient = |gradients: &Gradients, index| gradients.slice(index).is_some();
-            self.fill_where(has_gradient)?;
+            self.fill_where(|index| self.gradients.has_gradient(index))?;
         }
         self.active = None;
-        self.gradients.lock().finish()
+        Ok(self.gradients.finish()?)
     }
 
     /// Ends a pass that failed, if there is one, and drops its gradients. Other ranks that wait for
@@ -269,29 +254,14 @@ impl DataParallel {
 
     /// Takes the gradients of a store.
     fn take_all(&self, store: &GradStore) -> Result<()> {
-        let mut gradients = self.gradients.lock();
+        let sink = self.gradients.sink();
         for (index, var) in self.vars.iter().enumerate() {
             if let Some(gradient) = store.get(var) {
-                gradients.ready(index, &gradient.contiguous()?)?;
+                report(&sink, index, gradient.contiguous()?)?;
                 self.reported.lock()[index] = true;
             }
         }
         Ok(())
-    }
-
-    /// The name of the first variable with an average that is not finite.
-    pub(crate) fn first_non_finite(&self, grad_scale: f32) -> Result<String> {
-        let gradients = self.gradients.lock();
-        for (index, (name, var)) in self.names.iter().zip(&self.vars).enumerate() {
-            if let Some(gradient) = gradients.tensor(index, var)? {
-                // Unscaled, as the step checks it: that can overflow, too.
-                let unscaled = gradient.to_dtype(DType::F32)?.affine(grad_scale.into(), 0.0)?;
-                if !is_finite(&unscaled)? {
-                    return Ok(name.clone());
-                }
-            }
-        }
-        Ok("?".to_owned())
     }
 
     /// Returns the gradients accumulated since the last call, as new tensors, and clears them.
@@ -301,154 +271,38 @@ impl DataParallel {
     /// Memory that cannot be allocated.
     pub fn take(&mut self) -> Result<GradStore> {
         let mut store = GradStore::default();
-        let gradients = self.gradients.lock();
-        for (index, var) in self.vars.iter().enumerate() {
-            if let Some(gradient) = gradients.tensor(index, var)? {
-                store.insert(var, gradient);
+        self.gradients.with_grads(&mut |gradients| {
+            for (var, gradient) in self.vars.iter().zip(gradients) {
+                if let Some(gradient) = gradient {
+                    store.insert(var, copy(gradient, var)?);
+                }
             }
-        }
-        drop(gradients);
+            Ok(())
+        })?;
         self.zero_grad();
         Ok(store)
     }
 
-    /// The gradients, one per variable, sorted by the variables' names.
-    pub(crate) fn with<R>(&self, call: impl FnOnce(View<'_>) -> Result<R>) -> Result<R> {
-        let gradients = self.gradients.lock();
-        match &*gradients {
-            Gradients::Host { dtypes, .. } => {
-                let slices = (0..dtypes.len()).map(|index| gradients.slice(index));
-                call(View::Host(&slices.collect::<Vec<_>>()))
-            }
-            #[cfg(feature = "cuda")]
-            Gradients::Device(gradients) => call(View::Device(gradients)),
-        }
-    }
-
     /// Whether the next pass depends on more state than the gradients, as with PowerSGD.
-    pub(crate) fn keeps_memory(&self) -> bool {
-        match &*self.gradients.lock() {
-            Gradients::Host { reducer, .. } => reducer.state_dict().is_some(),
-            #[cfg(feature = "cuda")]
-            Gradients::Device(_) => false,
-        }
+    pub(crate) fn keeps_memory(&self) -> Result<bool> {
+        Ok(!self.gradients.state_dict()?.is_empty())
     }
 
     /// Drops all gradients.
     pub fn zero_grad(&mut self) {
-        match &mut *self.gradients.lock() {
-            Gradients::Host { reducer, .. } => reducer.zero_grad(),
-            #[cfg(feature = "cuda")]
-            Gradients::Device(gradients) => gradients.zero_grad(),
-        }
+        self.gradients.zero_grad();
     }
 }
 
-/// Gradients of variables on a GPU.
-#[cfg(feature = "cuda")]
-fn on_device(
-    first: &Var,
-    params: Vec<ParamInfo>,
-    group: &ProcessGroup,
-    options: ReducerOptions,
-) -> Result<Gradients> {
-    OnGpu::new(first, params, group, options).map(|own| Gradients::Device(Box::new(own)))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn on_device(
-    first: &Var,
-    _: Vec<ParamInfo>,
-    _: &ProcessGroup,
-    _: ReducerOptions,
-) -> Result<Gradients> {
-    let at = first.device().location();
-    Err(Error::InvalidArgument(format!("variables on {at:?}: only the CPU is supported")))
-}
-
-/// Gradients in their storage.
-pub(crate) enum View<'a> {
-    Host(&'a [Option<Slice<'a>>]),
-    #[cfg(feature = "cuda")]
-    Device(&'a OnGpu),
-}
-
-impl Gradients {
-    fn prepare(&mut self, sync: bool) -> Result<()> {
-        match self {
-            Self::Host { reducer, .. } => Ok(reducer.prepare(sync)?),
-            #[cfg(feature = "cuda")]
-            Self::Device(gradients) => gradients.prepare(sync),
+/// A gradient as a tensor in the variable's shape.
+fn copy(gradient: &Gradient<'_>, var: &Var) -> train_step::Result<Tensor> {
+    match gradient {
+        Gradient::Host(slice) => {
+            tensor(*slice, var.shape(), var.device()).map_err(train_step::Error::model)
         }
-    }
-
-    /// Adds a gradient, which must be contiguous.
-    fn ready(&mut self, index: usize, gradient: &Tensor) -> Result<()> {
-        let reducer = match self {
-            Self::Host { reducer, .. } => reducer,
-            #[cfg(feature = "cuda")]
-            Self::Device(gradients) => return gradients.ready(index, gradient),
-        };
-        let (storage, layout) = gradient.storage_and_layout();
-        match slice(&storage, layout) {
-            Some(Slice::F32(v)) => reducer.ready(index, v)?,
-            Some(Slice::F16(v)) => reducer.ready(index, v)?,
-            Some(Slice::Bf16(v)) => reducer.ready(index, v)?,
-            None => {
-                let text = format!("gradient {index} is not of f32, f16 or bf16 on the CPU");
-                return Err(Error::InvalidArgument(text));
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether a parameter that has no gradient in this pass has none of an earlier pass, either; a
-    /// GPU's `finish` checks it.
-    fn lacks(&self, index: usize) -> bool {
-        match self {
-            Self::Host { .. } => self.slice(index).is_none(),
-            #[cfg(feature = "cuda")]
-            Self::Device(_) => false,
-        }
-    }
-
-    /// Whether a parameter without a gradient in this pass may get one: the static graph uses it.
-    fn needs(&self, index: usize) -> bool {
-        match self {
-            Self::Host { reducer, .. } => reducer.needs_gradient(index),
-            #[cfg(feature = "cuda")]
-            Self::Device(gradients) => gradients.needs(index),
-        }
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        match self {
-            Self::Host { reducer, .. } => Ok(reducer.finish()?),
-            #[cfg(feature = "cuda")]
-            Self::Device(gradients) => gradients.finish(),
-        }
-    }
-
-    /// A gradient on the host.
-    fn slice(&self, index: usize) -> Option<Slice<'_>> {
-        match self {
-            Self::Host { reducer, dtypes } => match dtypes[index] {
-                fused_optim::DType::F32 => reducer.grad(index).map(Slice::F32),
-                fused_optim::DType::F16 => reducer.grad(index).map(Slice::F16),
-                fused_optim::DType::Bf16 => reducer.grad(index).map(Slice::Bf16),
-            },
-            #[cfg(feature = "cuda")]
-            Self::Device(_) => None,
-        }
-    }
-
-    /// A copy of a gradient, in the variable's shape.
-    fn tensor(&self, index: usize, var: &Var) -> Result<Option<Tensor>> {
         #[cfg(feature = "cuda")]
-        if let Self::Device(gradients) = self {
-            return gradients.tensor(index, var);
-        }
-        let copy = |slice| Ok(tensor(slice, var.shape(), var.device())?);
-        self.slice(index).map(copy).transpose()
+        Gradient::Device(gradient) => crate::gpu::to_tensor(*gradient, var),
+        #[cfg(not(feature = "cuda"))]
+        Gradient::Device(gradient) => Ok(crate::tensors::own(*gradient)?.tensor()),
     }
 }

@@ -272,13 +272,15 @@ impl TrainerBuilder {
         let compared = check_alike(&group, &options);
         let Prepared { variables, device, optimizer, base_lrs, schedules, scaler, .. } = own?;
         compared?;
-        let averages = DataParallel::of(&variables, group, self.reducer)?;
-        if averages.keeps_memory() {
+        let mut tensors = variables.tensors()?;
+        let averages = DataParallel::of_tensors(&variables, &mut tensors, group, self.reducer)?;
+        if averages.keeps_memory()? {
             let text = "PowerSGD is not supported: its memory would be neither rescaled nor saved";
             return Err(Error::InvalidArgument(text.to_owned()));
         }
         let seed = self.seed.wrapping_add(averages.group().rank() as u64);
         Ok(Trainer {
+            tensors,
             averages,
             optimizer: VarOptimizer::with_names(variables.params.clone(), optimizer)?,
             context: context(&device, seed, self.half)?,

@@ -24,7 +24,7 @@ pub enum Error {
     Optimizer(#[from] fused_optim::Error),
     /// A scheduler has invalid numbers, or cannot take its step.
     #[error(transparent)]
-    Schedule(#[from] train_step::Error),
+    Schedule(train_step::Error),
     /// Options of the loss scale, or a saved one, are invalid.
     #[error(transparent)]
     LossScale(#[from] amp::Error),
@@ -74,6 +74,22 @@ pub enum Error {
     /// A call has invalid arguments.
     #[error("{0}")]
     InvalidArgument(String),
+}
+
+impl From<train_step::Error> for Error {
+    fn from(error: train_step::Error) -> Self {
+        use train_step::Error as E;
+        match error {
+            E::Optimizer(error) => Self::Optimizer(error),
+            E::Collective(error) => Self::Collective(error),
+            E::LossScale(error) => Self::LossScale(error),
+            E::Model(error) => match error.downcast() {
+                Ok(error) => Self::Candle(*error),
+                Err(error) => Self::InvalidArgument(error.to_string()),
+            },
+            other => Self::Schedule(other),
+        }
+    }
 }
 
 impl fmt::Debug for Error {

@@ -1,4 +1,5 @@
-//! Averages gradients on a rank's GPU by NCCL during the backward pass.
+//! A model on a rank's GPU: gradients averaged by NCCL during the backward pass, an optimizer's
+//! step, moving averages.
 //!
 //! A gradient is copied into its bucket in the order of candle's stream; buckets are sent in a
 //! stream of the reducer, and the step waits for them by events. The host does not wait. If the
@@ -7,43 +8,175 @@
 
 #![expect(unsafe_code, reason = "hands addresses of tensors, and candle's stream, to the reducer")]
 
+use std::any::Any;
+
 use candle_core::cuda_backend::CudaDType;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr, DriverError};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaStorage, Storage, Tensor, Var};
+use candle_core::{CudaStorage, Storage, Tensor};
 use collective::ProcessGroup;
 use collective::device::{DeviceBuf, DeviceStream};
 use collective::reducer::{BucketKernels, BucketPlan, DeviceReducer, ParamInfo, ReducerOptions};
-use fused_optim::candle::VarOptimizer;
+use fused_optim::candle::{lend_on_gpu, tensor};
 use fused_optim::cuda::{self, DeviceSlice, Gpu};
-use fused_optim::{Applied, GradStats, Optimizer, StepCtl};
+use fused_optim::{Applied, DType, DeviceParams, GradStats, Slice};
 use half::{bf16, f16};
+use train_step::{
+    Averaged, DeviceAverages, DeviceBuckets, DeviceModel, DeviceTensor, Error, Gradient,
+    HostTensor, OptimizerStep, Result, on_device,
+};
 
-use crate::{Error, Result};
+use crate::tensors::{FOREIGN, ModelTensors, Tensors, failed, own};
 
-/// A [`DeviceReducer`] of candle's tensors, on candle's stream.
-#[derive(Debug)]
-pub struct GpuBuckets {
-    reducer: DeviceReducer<Kernels>,
-    /// Candle's stream, which outlives the reducer.
-    gpu: Gpu,
-}
-
-impl GpuBuckets {
-    /// A reducer that averages the gradients of `params` over the ranks, by their index in the
-    /// optimizer. Every rank of the group must create it with the same arguments. `gpu` uses
-    /// candle's stream.
+impl ModelTensors {
+    /// Returns the GPU.
     ///
     /// # Errors
     ///
-    /// As [`DeviceReducer::new`].
-    pub fn new(
+    /// If the model is on the host.
+    pub fn on_gpu(&self) -> Result<&Gpu> {
+        self.gpu.as_ref().ok_or_else(|| Error::model("the model is on the host"))
+    }
+
+    /// Lends parameters and their gradients to an optimizer on the same device.
+    ///
+    /// # Errors
+    ///
+    /// Those of `call`; a gradient of another model or stream.
+    pub fn lend_for_step<R>(
+        &self,
+        grads: &[Option<Gradient<'_>>],
+        call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
+    ) -> Result<R> {
+        let (Tensors { specs, tensors }, gpu) = (&self.params, self.on_gpu()?);
+        // Device copies of host gradients, kept until the step is enqueued.
+        let mut sent = Vec::new();
+        let mut grad_at = |index: usize, grad: &Gradient<'_>| match grad {
+            Gradient::Device(grad) => address_of(*grad, gpu),
+            Gradient::Host(grad) => {
+                let copy = tensor(*grad, grad.len(), tensors[index].device());
+                let copy = copy.map_err(|e| failed("copying a gradient", e))?;
+                let at = address(&copy);
+                sent.push(copy);
+                at
+            }
+        };
+        let grads = grads.iter().enumerate();
+        let grads = grads.map(|(i, grad)| grad.as_ref().map(|g| grad_at(i, g)).transpose());
+        let grads = grads.collect::<Result<Vec<_>>>()?;
+        let tensors: Vec<_> = tensors.iter().collect();
+        let label = |index: usize| format!("`{}`", specs[index].name);
+        // SAFETY: `self`, `grads` and `sent` own the tensors. candle writes, reads and frees them
+        // in the order of the stream of `gpu` only, averages are ordered before it, and none is
+        // freed before this returns.
+        let lent = unsafe { lend_on_gpu(gpu, &tensors, label, &grads, call) };
+        Ok(lent.map_err(|e| failed("lending a tensor", e))??)
+    }
+}
+
+impl DeviceModel for ModelTensors {
+    fn optimizer_step(
+        &mut self,
+        step: &mut OptimizerStep<'_>,
+        grads: &[Option<Gradient<'_>>],
+    ) -> Result<Applied> {
+        let OptimizerStep { optimizer, ctl, .. } = step;
+        self.lend_for_step(grads, |lent| on_device(&mut **optimizer)?.step_on_device(lent, ctl))
+    }
+
+    fn buckets(
+        &self,
+        group: ProcessGroup,
+        params: Vec<(usize, ParamInfo)>,
+        options: ReducerOptions,
+    ) -> Result<Box<dyn DeviceBuckets>> {
+        Ok(Box::new(Buckets::new(self.on_gpu()?.clone(), group, params, options)?))
+    }
+
+    fn averages(&self, of: Averaged) -> Result<Box<dyn DeviceAverages>> {
+        let (params, buffers) = (&self.params.tensors[..], &self.buffers.tensors[..]);
+        let of = match of {
+            Averaged::Params => params.to_vec(),
+            Averaged::Buffers => buffers.to_vec(),
+            Averaged::Model => [params, buffers].concat(),
+        };
+        let counts: Vec<usize> = of.iter().map(Tensor::elem_count).collect();
+        let kept = cuda::Averages::new(self.on_gpu()?.clone(), &counts).map_err(averaging)?;
+        Ok(Box::new(Averages { of, kept }))
+    }
+}
+
+/// Moving averages of tensors on the GPU. Requires that the tensors keep their addresses.
+#[derive(Debug)]
+struct Averages {
+    of: Vec<Tensor>,
+    kept: cuda::Averages,
+}
+
+impl DeviceAverages for Averages {
+    fn update(&mut self, share: Option<f32>) -> Result<()> {
+        let of = self.of.iter().map(address).collect::<Result<Vec<_>>>()?;
+        // SAFETY: this value keeps the tensors, and candle and optimizers write them in the order
+        // of the same stream.
+        unsafe { self.kept.update(&of, share) }.map_err(averaging)
+    }
+
+    fn to_host(&self) -> Result<Vec<Vec<f32>>> {
+        self.kept.to_host().map_err(averaging)
+    }
+
+    fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
+        self.kept.load(averages).map_err(averaging)
+    }
+}
+
+fn averaging(error: fused_optim::Error) -> Error {
+    Error::model(format!("averaging parameters: {error}"))
+}
+
+/// Returns the address of a gradient or average that is used in the stream of `gpu`.
+fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
+    let any: &dyn Any = grad;
+    let (at, stream) = match any.downcast_ref::<Average>() {
+        Some(average) => (average.at, Some(average.gpu.stream().clone())),
+        None => {
+            let tensor = own(grad)?.tensor();
+            let stream = tensor.device().as_cuda_device().map(|device| device.cuda_stream());
+            (address(&tensor)?, stream.ok())
+        }
+    };
+    match stream.as_ref() == Some(gpu.stream()) {
+        true => Ok(at),
+        false => Err(Error::model(FOREIGN)),
+    }
+}
+
+/// Returns the address of a tensor.
+fn address(tensor: &Tensor) -> Result<DeviceSlice> {
+    tensor.try_into().map_err(|e| failed("lending a tensor", e))
+}
+
+/// A [`DeviceReducer`] of candle's tensors, on candle's stream, and its averages.
+#[derive(Debug)]
+struct Buckets {
+    reducer: DeviceReducer<Kernels>,
+    /// Candle's stream, which outlives the reducer.
+    gpu: Gpu,
+    /// Average of each parameter's gradients, if there is one.
+    averages: Vec<Option<Average>>,
+}
+
+impl Buckets {
+    /// Creates buckets for the gradients of `params`, by their index in the model; every rank of
+    /// the group creates them alike. `gpu` uses candle's stream.
+    fn new(
         gpu: Gpu,
         group: ProcessGroup,
         params: Vec<(usize, ParamInfo)>,
         options: ReducerOptions,
-    ) -> collective::Result<Self> {
-        let (indices, params): (_, Vec<_>) = params.into_iter().unzip();
+    ) -> Result<Self> {
+        let (indices, params): (Vec<_>, Vec<_>) = params.into_iter().unzip();
+        let averages = vec![None; params.len()];
         let kernels = Kernels {
             ordinal: gpu.stream().context().ordinal(),
             gpu: None,
@@ -51,7 +184,7 @@ impl GpuBuckets {
             members: Vec::new(),
             stats: None,
         };
-        Ok(Self { reducer: DeviceReducer::new(group, params, options, kernels)?, gpu })
+        Ok(Self { reducer: DeviceReducer::new(group, params, options, kernels)?, gpu, averages })
     }
 
     fn stream(&self) -> DeviceStream {
@@ -59,205 +192,126 @@ impl GpuBuckets {
         // is gone.
         unsafe { DeviceStream::from_raw(self.gpu.stream().cu_stream().cast()) }
     }
+}
 
-    /// The GPU, with candle's stream.
-    #[must_use]
-    pub const fn gpu(&self) -> &Gpu {
-        &self.gpu
-    }
-
-    /// Begins a pass whose gradients are averaged. `stats` are the statistics that the following
-    /// step needs, if any.
-    ///
-    /// # Errors
-    ///
-    /// As [`DeviceReducer::prepare`].
-    pub fn prepare(&mut self, stats: Option<GradStats>) -> collective::Result<()> {
+impl DeviceBuckets for Buckets {
+    fn prepare(&mut self, stats: Option<GradStats>) -> Result<()> {
         self.reducer.prepare(true)?;
         self.reducer.kernels_mut().stats = stats;
         Ok(())
     }
 
-    /// Adds the gradient of a parameter: contiguous, on the device of candle's stream.
-    ///
-    /// # Errors
-    ///
-    /// As [`DeviceReducer::ready`]; a tensor of another device, stream or layout.
-    pub fn ready(&mut self, index: usize, grad: &Tensor) -> Result<()> {
-        if grad.device().as_cuda_device()?.cuda_stream() != *self.gpu.stream() {
-            let text = format!("gradient {index} is of another stream than the variables");
-            return Err(Error::InvalidArgument(text));
-        }
+    fn ready(&mut self, index: usize, grad: &dyn DeviceTensor) -> Result<()> {
         // SAFETY: a tensor, contiguous, which candle frees in order of its stream.
-        let grad = unsafe { DeviceBuf::from_slice(grad.try_into()?) }?;
+        let grad = unsafe { DeviceBuf::from_slice(address_of(grad, &self.gpu)?) }?;
         let stream = self.stream();
         // SAFETY: as above, and candle writes it in that stream; the buckets are the reducer's own.
         Ok(unsafe { self.reducer.ready(index, grad, stream) }?)
     }
 
-    /// Ends the pass: later work in candle's stream waits for the averages.
-    ///
-    /// # Errors
-    ///
-    /// As [`DeviceReducer::finish`].
-    pub fn finish(&mut self) -> collective::Result<()> {
+    fn finish(&mut self) -> Result<()> {
         let stream = self.stream();
         // SAFETY: the stream outlives the reducer; optimizers use the averages in it alone.
         unsafe { self.reducer.finish(stream) }?;
         self.reducer.kernels_mut().stats = None;
+        for (index, average) in self.averages.iter_mut().enumerate() {
+            let at = self.reducer.grad(index).map(slice_of).transpose()?;
+            *average = at.map(|at| Average { at, gpu: self.gpu.clone() });
+        }
         Ok(())
     }
 
-    /// The average of a parameter, if it has one. It is valid in the order of candle's stream until
-    /// the next pass.
-    ///
-    /// # Panics
-    ///
-    /// If it is of another type than f32, f16 and bf16, which is an error when buckets are laid
-    /// out.
-    #[must_use]
-    pub fn grad(&self, index: usize) -> Option<DeviceSlice> {
-        let slice = |buf| slice_of(buf).expect("`laid_out` has refused other types");
-        self.reducer.grad(index).map(slice)
+    fn grad(&self, index: usize) -> Option<&dyn DeviceTensor> {
+        let average: &dyn DeviceTensor = self.averages[index].as_ref()?;
+        Some(average)
     }
 
-    /// As [`DeviceReducer::needs_gradient`].
-    #[must_use]
-    pub fn needs_gradient(&self, index: usize) -> bool {
+    fn needs_gradient(&self, index: usize) -> bool {
         self.reducer.needs_gradient(index)
     }
 
-    /// Drops the averages.
-    pub fn zero_grad(&mut self) {
+    fn zero_grad(&mut self) {
+        self.averages.fill(None);
         self.reducer.zero_grad();
     }
 }
 
-/// A model's gradients on its GPU: this rank's own tensors, or averages in buckets.
-#[derive(Debug)]
-pub(crate) struct OnGpu {
-    kept: Vec<Option<Tensor>>,
-    names: Vec<String>,
-    find_unused: bool,
-    /// Averages over several ranks.
-    buckets: Option<GpuBuckets>,
-    /// Whether the last pass was one with `sync`.
-    sync: bool,
+/// An average in its bucket, valid in the order of candle's stream until the next pass.
+#[derive(Clone, Debug)]
+struct Average {
+    at: DeviceSlice,
+    gpu: Gpu,
 }
 
-impl OnGpu {
-    pub(crate) fn new(
-        first: &Var,
-        params: Vec<ParamInfo>,
-        group: &ProcessGroup,
-        options: ReducerOptions,
-    ) -> Result<Self> {
-        let names = params.iter().map(|param| param.name.clone()).collect();
-        let (kept, find_unused) = (vec![None; params.len()], options.find_unused_parameters);
-        let stream = first.device().as_cuda_device()?.cuda_stream();
-        let gpu = Gpu::on(stream).map_err(candle_core::Error::wrap)?;
-        gpu.keep_freed_memory().map_err(candle_core::Error::wrap)?;
-        let make = || {
-            GpuBuckets::new(gpu, group.clone(), params.into_iter().enumerate().collect(), options)
-        };
-        let buckets = (group.world_size() > 1).then(make).transpose()?;
-        Ok(Self { kept, names, find_unused, buckets, sync: false })
-    }
-
-    pub(crate) fn prepare(&mut self, sync: bool) -> Result<()> {
-        self.sync = sync;
-        match self.buckets.as_mut().filter(|_| sync) {
-            Some(buckets) => Ok(buckets.prepare(None)?),
-            None => Ok(()),
-        }
-    }
-
-    pub(crate) fn ready(&mut self, index: usize, gradient: &Tensor) -> Result<()> {
-        let sum = match self.kept[index].take() {
-            Some(others) => (others + gradient)?,
-            None => gradient.detach(),
-        };
-        match self.buckets.as_mut().filter(|_| self.sync) {
-            Some(buckets) => buckets.ready(index, &sum),
-            None => {
-                self.kept[index] = Some(sum);
-                Ok(())
-            }
-        }
-    }
-
-    pub(crate) fn needs(&self, index: usize) -> bool {
-        let buckets = self.buckets.as_ref().filter(|_| self.sync);
-        buckets.is_none_or(|buckets| buckets.needs_gradient(index))
-    }
-
-    pub(crate) fn finish(&mut self) -> Result<()> {
-        if let Some(buckets) = self.buckets.as_mut().filter(|_| self.sync) {
-            // Parameters that had a gradient in earlier passes, and have none in this one.
-            let kept = self.kept.iter_mut().enumerate();
-            for (index, kept) in kept.filter_map(|(index, kept)| Some((index, kept.take()?))) {
-                buckets.ready(index, &kept)?;
-            }
-            return Ok(buckets.finish()?);
-        }
-        let has_none = self.kept.iter().zip(&self.names).filter(|(kept, _)| kept.is_none());
-        let names: Vec<_> = has_none.map(|(_, name)| name.clone()).collect();
-        if self.sync && !self.find_unused && !names.is_empty() {
-            return Err(collective::Error::UnusedParameters { rank: 0, names }.into());
-        }
-        Ok(())
-    }
-
-    /// Drops all gradients.
-    pub(crate) fn zero_grad(&mut self) {
-        self.kept.fill(None);
-        self.buckets.iter_mut().for_each(GpuBuckets::zero_grad);
-    }
-
-    /// A step of an optimizer of the same variables.
-    pub(crate) fn step<O: Optimizer>(
+impl Average {
+    /// Calls `read` with the elements.
+    fn read<T: DeviceRepr, R>(
         &self,
-        optimizer: &mut VarOptimizer<O>,
-        ctl: &StepCtl,
-    ) -> Result<Applied> {
-        let Some(buckets) = self.buckets.as_ref().filter(|_| self.sync) else {
-            return Ok(optimizer.step_tensors(&self.kept, ctl)?);
-        };
-        let averages: Vec<_> = (0..self.kept.len()).map(|index| buckets.grad(index)).collect();
-        // SAFETY: buckets of this GPU, complete in candle's stream by `finish`, and written again
-        // by the next pass in order of it.
-        Ok(unsafe { optimizer.step_device_slices(&averages, ctl) }?)
-    }
-
-    /// A copy of a gradient.
-    pub(crate) fn tensor(&self, index: usize, var: &Var) -> Result<Option<Tensor>> {
-        let Some(buckets) = self.buckets.as_ref().filter(|_| self.sync) else {
-            return Ok(self.kept[index].clone());
-        };
-        let Some(at) = buckets.grad(index) else { return Ok(None) };
-        let copy = match at.dtype {
-            cuda::DType::F32 => buckets.copy::<f32>(at, var)?,
-            cuda::DType::F16 => buckets.copy::<f16>(at, var)?,
-            cuda::DType::Bf16 => buckets.copy::<bf16>(at, var)?,
-        };
-        Ok(Some(copy))
-    }
-}
-
-impl GpuBuckets {
-    /// A tensor like `var` with these values, copied in the order of candle's stream.
-    fn copy<T: CudaDType + DeviceRepr>(&self, at: DeviceSlice, var: &Var) -> Result<Tensor> {
-        let (stream, device) = (self.gpu.stream(), var.device().as_cuda_device()?);
-        // SAFETY: a bucket of that many elements of this type, which lives until the reducer goes;
-        // it is given back below.
+        read: impl FnOnce(&CudaSlice<T>) -> std::result::Result<R, DriverError>,
+    ) -> Result<R> {
+        let (stream, at) = (self.gpu.stream(), self.at);
+        // SAFETY: the address is a bucket of this many elements of this type, which lives as long
+        // as the reducer; the slice is leaked below, not freed.
         let bucket: CudaSlice<T> = unsafe { stream.upgrade_device_ptr(at.ptr, at.len) };
-        let copy = stream.clone_dtod(&bucket);
+        let result = read(&bucket);
         let _address = bucket.leak();
-        let copy = copy.map_err(candle_core::Error::wrap)?;
+        result.map_err(|e| Error::model(format!("copying an average: {e}")))
+    }
+
+    /// Copies the elements to the host, in order of candle's stream.
+    fn copy<T: DeviceRepr>(&self) -> Result<Vec<T>> {
+        self.read(|bucket| self.gpu.stream().clone_dtoh(bucket))
+    }
+
+    /// Copies the elements to a tensor like `var`, in order of candle's stream.
+    fn to_tensor<T: CudaDType + DeviceRepr>(&self, var: &Tensor) -> Result<Tensor> {
+        let device = var.device().as_cuda_device().map_err(|e| failed("copying an average", e))?;
+        let copy = self.read::<T, _>(|bucket| self.gpu.stream().clone_dtod(bucket))?;
         let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(copy, device.clone()));
         Ok(Tensor::from_storage(storage, var.shape(), BackpropOp::none(), false))
     }
 }
+
+/// Returns a gradient or average of the variable `var` as a tensor.
+pub(crate) fn to_tensor(grad: &dyn DeviceTensor, var: &Tensor) -> Result<Tensor> {
+    let any: &dyn Any = grad;
+    match any.downcast_ref::<Average>() {
+        None => Ok(own(grad)?.tensor()),
+        Some(average) => match average.dtype() {
+            DType::F32 => average.to_tensor::<f32>(var),
+            DType::F16 => average.to_tensor::<f16>(var),
+            DType::Bf16 => average.to_tensor::<bf16>(var),
+        },
+    }
+}
+
+impl DeviceTensor for Average {
+    fn dtype(&self) -> DType {
+        self.at.dtype.into()
+    }
+
+    fn count(&self) -> usize {
+        self.at.len
+    }
+
+    fn add_host(&mut self, _: Slice<'_>) -> Result<()> {
+        Err(Error::model(NO_SUM))
+    }
+
+    fn add(&mut self, _: &dyn DeviceTensor) -> Result<()> {
+        Err(Error::model(NO_SUM))
+    }
+
+    fn to_host(&self) -> Result<HostTensor> {
+        Ok(match self.dtype() {
+            DType::F32 => HostTensor::F32(self.copy::<f32>()?),
+            DType::F16 => HostTensor::F16(self.copy::<f16>()?),
+            DType::Bf16 => HostTensor::Bf16(self.copy::<bf16>()?),
+        })
+    }
+}
+
+const NO_SUM: &str = "cannot add to an average";
 
 /// The memory in the types of `fused-optim`.
 fn slice_of(buf: DeviceBuf) -> collective::Result<DeviceSlice> {

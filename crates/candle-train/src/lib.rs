@@ -61,11 +61,12 @@ mod data;
 mod error;
 mod exchange;
 #[cfg(feature = "cuda")]
-pub mod gpu;
+mod gpu;
 mod outcome;
 pub mod process;
 mod state;
 mod sums;
+mod tensors;
 mod trainer;
 mod variables;
 
@@ -83,6 +84,7 @@ pub use fused_optim::{
     ScheduleFreeAdamWHyper, SgdHyper,
 };
 pub use outcome::{Outcome, Step};
+pub use tensors::{ModelTensors, OnDevice, Tensors, report, set};
 pub use train_data::{self, DefaultSampler};
 pub use train_step::{self, Accumulation};
 pub use trainer::Trainer;

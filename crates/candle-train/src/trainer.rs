@@ -13,13 +13,14 @@ use collective::ProcessGroup;
 use fused_optim::candle::VarOptimizer;
 use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
 use tracing::debug_span;
-use train_step::{Accumulation, BatchRole, Schedules};
+use train_step::{Accumulation, BatchRole, OptimizerStep, Schedules, first_non_finite};
 
 use crate::age::check_age;
-use crate::averages::{DataParallel, View};
+use crate::averages::DataParallel;
 use crate::exchange::{OpenStep, first_line};
 use crate::outcome::{Outcome, Step};
 use crate::state::Places;
+use crate::tensors::ModelTensors;
 use crate::variables::{Statistics, Variables, is_finite};
 use crate::{Error, Result};
 
@@ -33,6 +34,8 @@ use crate::{Error, Result};
 pub struct Trainer {
     pub(crate) map: VarMap,
     pub(crate) variables: Variables,
+    /// The trained variables, lent to steps.
+    pub(crate) tensors: ModelTensors,
     pub(crate) averages: DataParallel,
     pub(crate) optimizer: VarOptimizer<Box<dyn Optimizer>>,
     pub(crate) scaler: LossScaler,
@@ -411,12 +414,8 @@ impl Trainer {
         let factor = divisor * self.world_size() as f64 * self.open.unit / total;
         let grad_scale = (f64::from(self.scaler.inv_scale()) * factor) as f32;
         let ctl = StepCtl { grad_scale, found_inf, clip: self.clip };
-        let optimizer = &mut self.optimizer;
-        let applied = self.averages.with(|gradients| match gradients {
-            View::Host(slices) => Ok(optimizer.step_slices(slices, &ctl)?),
-            #[cfg(feature = "cuda")]
-            View::Device(gradients) => gradients.step(optimizer, &ctl),
-        })?;
+        let step = OptimizerStep::new(&mut **self.optimizer.optimizer_mut(), ctl);
+        let applied = step.run(&mut self.tensors, &self.averages.gradients)?;
         let is_skipped = applied == Applied::SkippedNonFinite;
         self.steps += u64::from(!is_skipped);
         self.has_norm = !is_skipped;
@@ -424,8 +423,10 @@ impl Trainer {
         let scale = self.scaler.scale();
         let floor = self.scaler.update(is_skipped).err();
         if floor.is_some() || self.skips >= self.max_consecutive_skips {
+            let (tensors, gradients) = (&self.tensors, &self.averages.gradients);
+            let parameter = first_non_finite(grad_scale, tensors, gradients)?;
             return Err(Error::NonFinite {
-                parameter: self.averages.first_non_finite(grad_scale)?,
+                parameter: parameter.unwrap_or_else(|| "?".to_owned()),
                 skips: self.skips,
                 scale,
                 floor,

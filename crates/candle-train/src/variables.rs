@@ -11,8 +11,10 @@ use candle_nn::VarMap;
 use candle_ops::nn::lora::{adapter_of, fits, is_frozen};
 use collective::{Element, ProcessGroup};
 use half::{bf16, f16};
+use train_step::TensorSpec;
 
 use crate::state::PREFIX;
+use crate::tensors::{ModelTensors, Tensors};
 use crate::{Error, Result};
 
 /// The variables of a `VarMap`.
@@ -74,6 +76,21 @@ impl Variables {
             return Err(Error::InvalidArgument(text.to_owned()));
         }
         Ok(variables)
+    }
+
+    /// The trained variables, for a step. They have to be on one device.
+    pub(crate) fn tensors(&self) -> Result<ModelTensors> {
+        let mut params = Tensors::default();
+        for (name, var) in &self.params {
+            let Ok(dtype) = fused_optim::DType::try_from(var.dtype()) else {
+                let other = var.dtype();
+                let text = format!("`{name}` is of {other:?}; expected f32, f16 or bf16");
+                return Err(Error::InvalidArgument(text));
+            };
+            let spec = TensorSpec { name: name.clone(), shape: var.dims().to_vec(), dtype };
+            params.add(spec, var.as_tensor().clone());
+        }
+        ModelTensors::of_params(params)
     }
 
     pub(crate) fn all(&self) -> impl Iterator<Item = &(String, Var)> {

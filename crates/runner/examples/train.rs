@@ -11,7 +11,7 @@ use fused_optim::{Sgd, SgdHyper};
 use runner::data::{Array, Batch, BoxError, Dataset, Sample, SampleRng};
 use runner::engine::candle::{CandleEngine, CandleModel, Loss, Outputs, TensorBatch};
 use runner::engine::candle::{candle_core, candle_nn, ops};
-use runner::engine::{Engine, Losses, StepContext};
+use runner::engine::{Losses, Model, StepContext};
 use runner::evaluate::Accuracy;
 use runner::model::{DistributedDataParallel as Ddp, ModelWrapper, WrapperOver};
 use runner::optim_wrapper::OptimWrapperFactory;
@@ -56,9 +56,13 @@ impl WrapperOver for Checked {
     fn inner_mut(&mut self) -> &mut Ddp {
         &mut self.0
     }
-    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
+    fn prepare(
+        &mut self,
+        engine: Option<&mut dyn Model>,
+        cx: &mut StepContext<'_>,
+    ) -> train_step::Result<()> {
         if engine.as_ref().is_some_and(|engine| engine.params().is_empty()) {
-            return Err(Error::Data("nothing to train".into()));
+            return Err(Error::Data("nothing to train".into()).into());
         }
         self.0.prepare(engine, cx)
     }

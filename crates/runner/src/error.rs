@@ -63,10 +63,32 @@ impl From<train_step::Error> for Error {
     fn from(error: train_step::Error) -> Self {
         use train_step::Error as E;
         match error {
-            E::OtherGroups { .. } => Self::Checkpoint(error.to_string()),
             E::Optimizer(error) => Self::Optim(error),
+            E::Collective(error) => Self::Collective(error),
+            E::LossScale(error) => Self::Amp(error),
+            E::Model(error) => match error.downcast::<Self>() {
+                Ok(error) => *error,
+                Err(error) => Self::Engine(error.to_string()),
+            },
+            E::NoGradients | E::MixedCounts { .. } | E::InvalidCount { .. } => {
+                Self::Engine(error.to_string())
+            }
+            E::OtherGroups { .. }
+            | E::WrapperState { .. }
+            | E::NoWrapperState
+            | E::SavedScaler
+            | E::OtherScaler { .. } => Self::Checkpoint(error.to_string()),
+            E::Skipped { .. } => Self::Diverged(error.to_string()),
+            E::Spent { .. } => Self::Spent(error.to_string()),
             _ => Self::Config(error.to_string()),
         }
+    }
+}
+
+/// For an error within a visit of a model's tensors: [`Error::from`] returns it unchanged.
+impl From<Error> for train_step::Error {
+    fn from(error: Error) -> Self {
+        Self::Model(Box::new(error))
     }
 }
 

@@ -102,6 +102,7 @@ pub mod zoo;
 
 pub use error::{Error, Result};
 pub use runner::{DataLoaderConfig, Length, LoadOptions, Runner, RunnerBuilder, Save, TrainConfig};
+pub use train_step;
 
 /// Tests the examples of the README.
 #[cfg(all(doctest, feature = "candle"))]

@@ -10,7 +10,7 @@ use fused_optim::{DType, Sgd, SgdHyper, Slice, SliceMut};
 use half::{bf16, f16};
 
 use crate::data::{Array, Batch, BoxError, DATASETS, Dataset, Sample, SampleRng};
-use crate::engine::{Engine, Losses, StepContext, TensorSpec};
+use crate::engine::{Engine, Losses, Model, StepContext, TensorSpec, Visit};
 use crate::evaluate::Metric;
 use crate::model::{MODELS, ModelFactory};
 use crate::optim_wrapper::OptimWrapperFactory;
@@ -76,7 +76,7 @@ impl FakeEngine {
     }
 }
 
-impl Engine for FakeEngine {
+impl Model for FakeEngine {
     fn params(&self) -> &[TensorSpec] {
         &self.specs[0]
     }
@@ -85,20 +85,16 @@ impl Engine for FakeEngine {
         &self.specs[1]
     }
 
-    fn with_params(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+    fn with_params(&mut self, visit: &mut Visit<'_>) -> train_step::Result<()> {
         visit(&mut self.params.iter_mut().map(Values::slice).collect::<Vec<_>>())
     }
 
-    fn with_buffers(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+    fn with_buffers(&mut self, visit: &mut Visit<'_>) -> train_step::Result<()> {
         visit(&mut self.buffers.iter_mut().map(Values::slice).collect::<Vec<_>>())
     }
+}
 
+impl Engine for FakeEngine {
     fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         let step = self.steps;
         self.steps += 1;

@@ -1,6 +1,9 @@
 //! `Error`, the error type of this crate.
 
-/// An error of a schedule.
+/// An error of any kind, of the program that lends its tensors.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// An error of a step or of a schedule.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -29,9 +32,151 @@ pub enum Error {
         /// Kind of the optimizer.
         optimizer: &'static str,
     },
-    /// The optimizer refused a value.
+    /// The optimizer refused a value, its parameters or its state.
     #[error(transparent)]
     Optimizer(#[from] fused_optim::Error),
+    /// A collective failed: a peer died, timed out, or made a different call.
+    #[error(transparent)]
+    Collective(#[from] collective::Error),
+    /// The loss scale cannot be changed further.
+    #[error(transparent)]
+    LossScale(#[from] amp::Error),
+    /// The model failed, or the device that it is on.
+    #[error(transparent)]
+    Model(BoxError),
+    /// No parameter has a gradient.
+    #[error("no parameter has a gradient: the loss does not depend on the model (is it detached?)")]
+    NoGradients,
+    /// The number of samples, or of tokens, that a loss is the mean of is known for some batches
+    /// only.
+    #[error("{}", mixed_counts(*within_step))]
+    MixedCounts {
+        /// Whether for some batches of one step.
+        within_step: bool,
+    },
+    /// The number of samples, or of tokens, that a loss is the mean of is negative or not finite.
+    #[error("invalid `loss_count` {count}: it must be finite and not negative")]
+    InvalidCount {
+        /// The number.
+        count: f64,
+    },
+    /// A wrapper does not exchange the counts of ranks.
+    #[error(
+        "this model wrapper does not support a model with `loss_count`: implement `mean_over_ranks`"
+    )]
+    NoCounts,
+    /// An option of the averages is not supported on the device.
+    #[error(
+        "device = \"cuda\": averaging gradients by NCCL does not support `{option}`: remove it, or \
+         average on the host with env_cfg.dist_cfg.backend = \"host\""
+    )]
+    NotOnDevice {
+        /// The option.
+        option: &'static str,
+    },
+    /// A parameter belongs to no part, or to two.
+    #[error(
+        "parameter `{parameter}` must be under one of the parts in [optim_wrapper]: {}", .parts.join(", ")
+    )]
+    NoPart {
+        /// Name of the parameter.
+        parameter: String,
+        /// Names of the parts.
+        parts: Vec<String>,
+    },
+    /// A part has no parameters.
+    #[error("the model has no parameters under `{part}.`")]
+    EmptyPart {
+        /// Name of the part.
+        part: String,
+    },
+    /// The process group was split into no group for this rank.
+    #[error("splitting the process group returned no group for this rank")]
+    NoGroup,
+    /// The saved state of a wrapper is damaged, or of another wrapper.
+    #[error("the model wrapper's state: {reason}")]
+    WrapperState {
+        /// The cause.
+        reason: String,
+    },
+    /// A wrapper without state was given one.
+    #[error("this model wrapper does not support restoring a state")]
+    NoWrapperState,
+    /// A saved loss scaler is of no use without mixed precision.
+    #[error(
+        "the checkpoint contains a loss scaler: it was saved with AmpOptimWrapper, but this run uses OptimWrapper"
+    )]
+    SavedScaler,
+    /// A saved loss scaler does not fit.
+    #[error("`loss_scaler`: {source}{}", scaler_hint(*is_missing))]
+    OtherScaler {
+        /// Whether none was saved.
+        is_missing: bool,
+        /// The cause.
+        source: amp::Error,
+    },
+    /// Too many optimizer steps in a row were skipped because gradients were not finite.
+    #[error("{}", skipped(*steps, *scale, parameter.as_deref()))]
+    Skipped {
+        /// Number of steps skipped in a row.
+        steps: usize,
+        /// Loss scale of the next step.
+        scale: f32,
+        /// The first parameter whose gradient is not finite; `None` if the device reports an
+        /// overflow.
+        parameter: Option<String>,
+    },
+    /// The object cannot be used after an earlier error.
+    #[error(
+        "this optimizer wrapper is spent after an error, gradients of the failed batch may be left; build \
+         the run anew, which resumes from its checkpoint; the error was: {cause}"
+    )]
+    Spent {
+        /// Text of that error.
+        cause: String,
+    },
+}
+
+impl Error {
+    /// An error of the model, or of its device.
+    pub fn model(error: impl Into<BoxError>) -> Self {
+        Self::Model(error.into())
+    }
+}
+
+const fn mixed_counts(within_step: bool) -> &'static str {
+    match within_step {
+        true => {
+            "`loss_count` is known for some batches of a step only: return it for all or for none; after a \
+             change of the model resume from a checkpoint between two steps"
+        }
+        // The ranks exchange counts: one whose answer changed alone would leave the others waiting.
+        false => {
+            "`loss_count` is known for some batches only: return it for all batches of a run, or for none"
+        }
+    }
+}
+
+const fn scaler_hint(is_missing: bool) -> &'static str {
+    match is_missing {
+        true => {
+            ": this run scales its loss, but the run that saved the checkpoint did not (OptimWrapper, or \
+             AmpOptimWrapper without a loss scale): take the model alone with `load_from`"
+        }
+        false => "",
+    }
+}
+
+fn skipped(steps: usize, scale: f32, parameter: Option<&str>) -> String {
+    let first = parameter.map_or_else(
+        || "the device reports an overflow".to_owned(),
+        |name| format!("the first is that of `{name}`"),
+    );
+    format!(
+        "{steps} optimizer steps in a row were skipped, because gradients are not finite ({first}; loss scale \
+         {scale}): the weights no longer change; lower the learning rate, clip gradients, or look for the data \
+         that cause it; `max_consecutive_skips` of AmpOptimWrapper sets this number"
+    )
 }
 
 /// Result type of this crate.

@@ -47,9 +47,9 @@ use std::sync::{Mutex, PoisonError};
 
 use fused_optim::{DType, SliceMut};
 use runner::data::{Array, ArrayData, Batch};
-use runner::engine::{Engine, Losses, StepContext, TensorSpec};
+use runner::engine::{Engine, Losses, Model, StepContext, TensorSpec, Visit};
 use runner::model::ModelContext;
-use runner::{Error, Result};
+use runner::{Error, Result, train_step};
 use tch::nn::{Path, VarStore};
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -139,13 +139,13 @@ impl Variables {
         Self { specs: Vec::new(), variables: Vec::new() }
     }
 
-    fn lend(&mut self, visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>) -> Result<()> {
+    fn lend(&mut self, visit: &mut Visit<'_>) -> train_step::Result<()> {
         let slices = self.variables.iter_mut().map(|v| v.lend().map(SliceMut::F32));
         visit(&mut slices.collect::<Result<Vec<_>>>()?)
     }
 }
 
-impl<M: TchModel> Engine for TchEngine<M> {
+impl<M: TchModel> Model for TchEngine<M> {
     fn params(&self) -> &[TensorSpec] {
         &self.params.specs
     }
@@ -156,18 +156,20 @@ impl<M: TchModel> Engine for TchEngine<M> {
 
     fn with_params(
         &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+        visit: &mut Visit<'_>,
+    ) -> train_step::Result<()> {
         self.params.lend(visit)
     }
 
     fn with_buffers(
         &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+        visit: &mut Visit<'_>,
+    ) -> train_step::Result<()> {
         self.buffers.lend(visit)
     }
+}
 
+impl<M: TchModel> Engine for TchEngine<M> {
     fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         if cx.autocast == Some(DType::F32) {
             return Err(Error::Engine("autocast must be f16 or bf16, not f32".to_owned()));

@@ -508,7 +508,7 @@ impl Checkpoint {
             check(&view, spec).map_err(fail)?;
             sink.lock().ready(index, scaled(spec.dtype, view.data(), share).as_slice())?;
         }
-        model.finish()
+        Ok(model.finish()?)
     }
 }
 
@@ -578,7 +578,7 @@ mod tests {
     use super::read::Fault;
     use super::*;
     use crate::data::Batch;
-    use crate::engine::Gradient;
+    use crate::engine::{Gradient, Model as _};
     use crate::model::DistributedDataParallel;
     use crate::testing::{FakeEngine, Values, group};
 

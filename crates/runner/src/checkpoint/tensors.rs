@@ -63,7 +63,7 @@ pub(crate) fn visit_model(
     let (params, first_buffer) = (engine.params().to_vec(), engine.params().len());
     engine.with_params(&mut |slices| {
         let mut all = slices.iter_mut().zip(&params).enumerate();
-        all.try_for_each(|(index, (slice, spec))| visit(index, spec, slice))
+        all.try_for_each(|(index, (slice, spec))| Ok(visit(index, spec, slice)?))
     })?;
     visit_buffers(engine, &mut |index, spec, slice| visit(first_buffer + index, spec, slice))
 }
@@ -83,10 +83,10 @@ pub(crate) fn visit_whole_model(
         return Ok(());
     }
     let first = engine.params().len() + engine.buffers().len();
-    engine.with_frozen(&mut |slices| {
+    Ok(engine.with_frozen(&mut |slices| {
         let mut all = slices.iter_mut().zip(&frozen).enumerate();
-        all.try_for_each(|(index, (slice, spec))| visit(first + index, spec, slice))
-    })
+        all.try_for_each(|(index, (slice, spec))| Ok(visit(first + index, spec, slice)?))
+    })?)
 }
 
 /// Specs of all tensors in the order of [`visit_whole_model`].
@@ -104,10 +104,10 @@ pub(crate) fn visit_buffers(
     visit: &mut dyn FnMut(usize, &TensorSpec, &mut SliceMut<'_>) -> Result<()>,
 ) -> Result<()> {
     let buffers = engine.buffers().to_vec();
-    engine.with_buffers(&mut |slices| {
+    Ok(engine.with_buffers(&mut |slices| {
         let mut all = slices.iter_mut().zip(&buffers).enumerate();
-        all.try_for_each(|(index, (slice, spec))| visit(index, spec, slice))
-    })
+        all.try_for_each(|(index, (slice, spec))| Ok(visit(index, spec, slice)?))
+    })?)
 }
 
 /// Copies a model's parameters, buffers and frozen parameters, in this order.

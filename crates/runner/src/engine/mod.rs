@@ -13,97 +13,29 @@
 //!
 //! `engine/candle/` is the default implementation (feature `candle`).
 
-use std::borrow::Cow;
 use std::fmt;
-use std::sync::Arc;
 
-use collective::ProcessGroup;
-use fused_optim::{DType, Slice, SliceMut};
-use half::slice::HalfFloatSliceExt;
-use parking_lot::Mutex;
+use fused_optim::{DType, Optimizer};
 
 use crate::data::{Array, Batch};
+use crate::placement::OptimizerDevice;
 use crate::{Error, Result};
 
+mod build;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod compile;
-mod device;
-mod step;
 
 pub use crate::losses::{LateValues, Losses};
+pub use build::{LoraOptions, ModelContext, ModelFactory};
 pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
-pub use device::{
-    Averaged, DeviceAverages, DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, HostTensor,
+pub use train_step::{
+    Averaged, DeviceAverages, DeviceBuckets, DeviceModel, DeviceTensor, EngineState, GradSink,
+    Gradient, HostTensor, Model, OptimizerStep, SharedSink, StepContext, TensorSpec, Visit,
 };
-pub(crate) use step::on_device;
-pub use step::{EngineState, OptimizerStep, StepContext};
+pub(crate) use train_step::{broadcast, has_non_finite, round_into, to_f32};
 
 pub use crate::placement::ComputeDevice;
-pub use train_step::TensorSpec;
-
-/// Converts a type to that of `collective`.
-pub(crate) const fn type_of(dtype: DType) -> collective::DType {
-    match dtype {
-        DType::F32 => collective::DType::F32,
-        DType::F16 => collective::DType::F16,
-        DType::Bf16 => collective::DType::Bf16,
-    }
-}
-
-/// Broadcasts the elements of rank 0.
-pub(crate) fn broadcast(group: &ProcessGroup, slice: &mut SliceMut<'_>) -> Result<()> {
-    match slice {
-        SliceMut::F32(s) => group.broadcast(s, 0)?,
-        SliceMut::F16(s) => group.broadcast(s, 0)?,
-        SliceMut::Bf16(s) => group.broadcast(s, 0)?,
-    }
-    Ok(())
-}
-
-/// Returns the elements as f32, exactly.
-pub(crate) fn to_f32(slice: Slice<'_>) -> Cow<'_, [f32]> {
-    match slice {
-        Slice::F32(values) => Cow::Borrowed(values),
-        Slice::F16(values) => Cow::Owned(values.to_f32_vec()),
-        Slice::Bf16(values) => Cow::Owned(values.to_f32_vec()),
-    }
-}
-
-/// Copies values, rounded to nearest even if the slice has a narrower type.
-pub(crate) fn round_into(slice: &mut SliceMut<'_>, values: &[f32]) {
-    match slice {
-        SliceMut::F32(v) => v.copy_from_slice(values),
-        SliceMut::F16(v) => v.convert_from_f32_slice(values),
-        SliceMut::Bf16(v) => v.convert_from_f32_slice(values),
-    }
-}
-
-/// Receives gradients during backward.
-pub trait GradSink: Send {
-    /// Takes the complete, contiguous gradient of parameter `index`, with the parameter's type and
-    /// shape. Called at most once per parameter and backward pass, on the thread that called
-    /// [`Engine::train_step`]; the slice is valid for the call only.
-    ///
-    /// # Errors
-    ///
-    /// Those of the sink, such as communication errors; the engine then stops backward and returns
-    /// the error unchanged.
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()>;
-
-    /// As [`ready`](Self::ready), for a gradient in device memory, which the sink may keep. The
-    /// default copies it to the host and calls [`ready`](Self::ready).
-    ///
-    /// # Errors
-    ///
-    /// Those of [`ready`](Self::ready), and of the copy.
-    fn ready_on_device(&mut self, index: usize, grad: Box<dyn DeviceTensor>) -> Result<()> {
-        self.ready(index, grad.to_host()?.as_slice())
-    }
-}
-
-/// A sink shared by the model wrapper, its owner, and the engine, which calls it.
-pub type SharedSink = Arc<Mutex<dyn GradSink>>;
 
 /// A parameter whose gradient does not match the loss.
 #[derive(Clone, Debug, PartialEq)]
@@ -147,56 +79,25 @@ pub enum MatmulPrecision {
     Medium,
 }
 
-/// A model with its parameters on some device, for training and evaluation.
-pub trait Engine {
-    /// Returns the trainable parameters in registration (forward) order.
-    fn params(&self) -> &[TensorSpec];
+/// A [`Model`] whose parameters and buffers are on a device.
+pub trait DeviceEngine {
+    /// Returns the device.
+    fn compute_device(&self) -> ComputeDevice;
 
-    /// Returns tensors of the model without gradient (batch-norm statistics). In mixed precision a
-    /// skipped step leaves them unchanged; a checkpoint is saved only if all their elements are
-    /// finite.
-    fn buffers(&self) -> &[TensorSpec];
+    /// Returns the handle for optimizers of this device: the stream in which this engine computes.
+    fn optimizer_device(&self) -> OptimizerDevice;
 
-    /// Returns the frozen parameters
-    /// ([`ModelContext::frozen`](crate::model::ModelContext::frozen)): they have no gradients and
-    /// no optimizer state, and no step changes them. Empty if the engine does not support freezing.
-    fn frozen(&self) -> &[TensorSpec] {
-        &[]
-    }
+    /// Autotunes the kernel launches of an optimizer of this device, if
+    /// [`compile`](Engine::compile) asked for autotuning. The [report](Engine::compile_report) has
+    /// the outcome; results do not depend on it.
+    fn tune(&mut self, optimizer: &mut dyn Optimizer);
+}
 
-    /// Lends every frozen parameter, in the order of [`frozen`](Self::frozen).
-    ///
-    /// # Errors
-    ///
-    /// As [`with_params`](Self::with_params).
-    fn with_frozen(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
-        visit(&mut [])
-    }
-
-    /// Lends every parameter as one mutable slice, in the order of [`params`](Self::params). An
-    /// engine on a device lends copies, and copies them back after the visit.
-    ///
-    /// # Errors
-    ///
-    /// Those of `visit`, and of copies from and to a device.
-    fn with_params(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()>;
-
-    /// Lends every buffer, in the order of [`buffers`](Self::buffers).
-    ///
-    /// # Errors
-    ///
-    /// As [`with_params`](Self::with_params).
-    fn with_buffers(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()>;
-
+/// A model that trains and evaluates: its tensors are a [`Model`]'s.
+///
+/// A checkpoint is saved only if all elements of [buffers](Model::buffers) are finite. Frozen
+/// parameters are those of [`ModelContext::frozen`].
+pub trait Engine: Model {
     /// Runs forward and backward in training mode, and reports the gradients to the context's sink.
     /// An engine on a device may also run the context's [`OptimizerStep`] if it permits that.
     ///

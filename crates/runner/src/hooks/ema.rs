@@ -91,9 +91,9 @@ impl EmaHook {
     /// Sets the average to the model.
     fn copy_model(&mut self, engine: &mut dyn Engine) -> Result<()> {
         if let Averages::Device(averages) = &mut self.averages {
-            return averages.update(None);
+            return Ok(averages.update(None)?);
         }
-        if let Some(device) = engine.device() {
+        if let Some(device) = engine.on_device() {
             let mut averages = device.averages(if self.update_buffers {
                 Averaged::Model
             } else {
@@ -125,7 +125,7 @@ impl EmaHook {
         let share = self.average.share(update, self.interval) as f32;
         let averages = match &mut self.averages {
             Averages::Host(averages) => averages,
-            Averages::Device(averages) => return averages.update(Some(share)),
+            Averages::Device(averages) => return Ok(averages.update(Some(share))?),
         };
         visit_model(engine, &mut |i, _, slice| {
             if let Some(average) = averages.get_mut(i) {

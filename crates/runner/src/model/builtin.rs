@@ -29,7 +29,7 @@ type New = fn(
     collective::ProcessGroup,
     &[crate::engine::TensorSpec],
     ReducerOptions,
-) -> Result<DistributedDataParallel>;
+) -> train_step::Result<DistributedDataParallel>;
 
 fn build(section: &mut Section, new: New) -> Result<WrapperFactory> {
     let mut options = ReducerOptions::default();

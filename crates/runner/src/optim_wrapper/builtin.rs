@@ -3,9 +3,8 @@
 use ::amp::{LossScaler, LossScalerOptions};
 use fused_optim::{Clip, ClipNorm, DType, Optimizer, clip_grad_norm, clip_grad_value};
 
-use super::dict::assign;
+use super::assign;
 use super::optimizers::refused;
-use super::wrapper::MAX_CONSECUTIVE_SKIPS;
 use super::{
     Member, Multipliers, OPTIMIZERS, OptimWrapper, OptimWrapperFactory, OptimizerConfig, Paramwise,
 };
@@ -14,6 +13,7 @@ use crate::engine::TensorSpec;
 use crate::placement::Placement;
 use crate::registry::Registry;
 use crate::{Error, Result};
+use train_step::MAX_CONSECUTIVE_SKIPS;
 
 /// Wrappers that a configuration can name in `[optim_wrapper]`.
 pub static OPTIM_WRAPPERS: Registry<OptimWrapperFactory> = Registry::with(

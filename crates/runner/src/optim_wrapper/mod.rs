@@ -1,33 +1,46 @@
-//! The path from a batch to updated parameters: accumulation, precision, the optimizer step.
+//! Optimizers and their wrappers by name.
 //!
-//! [`OptimWrapper::update_params`] runs forward and backward through the engine and, when enough
-//! batches have been accumulated, steps the optimizer. In configurations, as in MMEngine,
-//! `OptimWrapper` does just that; `AmpOptimWrapper` adds autocast, or half parameters, and the
-//! dynamic loss scale. Both take any optimizer, also an [`OptimizerDict`]; [`Paramwise`] creates
-//! groups with their own learning rates.
+//! [`OptimWrapper`] runs a batch, and steps the optimizer when enough batches have been
+//! accumulated. In configurations, as in MMEngine, `OptimWrapper` does just that; `AmpOptimWrapper`
+//! adds autocast, or half parameters, and the dynamic loss scale. Both take any optimizer, also an
+//! [`OptimizerDict`]; [`Paramwise`] creates groups with their own learning rates.
 
-mod buffers;
 mod builtin;
-mod counts;
-mod dict;
 mod optimizers;
-mod overflow;
-mod wrapper;
 
-use ::amp::ScalerState;
-use fused_optim::{Applied, Clip, DType, Optimizer, ParamSpec, StateDict};
+use fused_optim::{Clip, DType, Optimizer, ParamSpec};
 
 pub use builtin::OPTIM_WRAPPERS;
-pub use counts::PendingCounts;
-pub use dict::{Member, OptimizerDict, assign};
 pub use optimizers::{OPTIMIZERS, OptimizerConfig};
-pub(crate) use overflow::has_non_finite;
-pub use train_step::{Accumulation, BatchRole, Multipliers, Paramwise};
-pub use wrapper::OptimWrapper;
+pub use train_step::{
+    Accumulation, BatchRole, Member, Multipliers, OptimWrapper, OptimWrapperState, OptimizerDict,
+    Paramwise, PendingCounts, assign,
+};
 
 use crate::Result;
-use crate::engine::{Losses, TensorSpec};
+use crate::data::Batch;
+use crate::engine::{Engine, EngineState, Losses, TensorSpec};
+use crate::model::ModelWrapper;
 use crate::placement::Placement;
+
+/// Result of one batch.
+pub type Update = train_step::Update<Losses>;
+
+/// Trains on one batch as [`OptimWrapper::update_params`] does, by the engine's
+/// [`train_step`](Engine::train_step). `state` is the engine's.
+///
+/// # Errors
+///
+/// Those of [`OptimWrapper::update_params`], and of the engine.
+pub fn update_params<E: Engine + ?Sized>(
+    optim: &mut OptimWrapper,
+    (engine, model): (&mut E, &mut dyn ModelWrapper),
+    batch: &Batch,
+    state: &mut EngineState,
+) -> Result<Update> {
+    let count = engine.loss_count(batch)?;
+    optim.update_params((engine, model), count, state, |engine, cx| engine.train_step(batch, cx))
+}
 
 /// Creates an optimizer of some of the model's parameters, by their indices.
 pub type MemberFactory =
@@ -152,36 +165,12 @@ impl std::fmt::Debug for OptimWrapperFactory {
     }
 }
 
-/// State of a wrapper that a run resumes from.
-#[derive(Clone, Debug)]
-pub struct OptimWrapperState {
-    /// Moments, master weights and hyper-parameters of the optimizer.
-    pub optimizer: StateDict,
-    /// State of the loss scaler, if there is one.
-    pub loss_scaler: Option<ScalerState>,
-    /// Number of steps skipped in a row.
-    pub skipped: usize,
-}
-
-/// Result of one batch.
-#[derive(Clone, Debug)]
-pub struct Update {
-    /// Losses reported by the model.
-    pub losses: Losses,
-    /// Result of the optimizer step; `None` if the batch was only accumulated.
-    pub applied: Option<Applied>,
-    /// Message of the engine for the log.
-    pub note: Option<String>,
-    /// Warning of the engine for the log.
-    pub warning: Option<String>,
-}
-
 #[cfg(test)]
 mod tests {
     use fused_optim::{Sgd, SgdHyper};
 
     use super::*;
-    use crate::engine::Engine as _;
+    use crate::engine::Model as _;
     use crate::testing::{FakeEngine, Values};
 
     #[test]
@@ -198,10 +187,10 @@ mod tests {
         assert!(f16.skips_non_finite());
         let clipped = make(OptimWrapperFactory::amp(DType::Bf16, sgd).clip(Clip::Value(0.5)));
         assert_eq!((clipped.autocast(), clipped.loss_scale()), (Some(DType::Bf16), 1.0));
-        assert_eq!(clipped.clip, Some(Clip::Value(0.5)));
+        assert_eq!(clipped.clip(), Some(Clip::Value(0.5)));
         let mut f32 = make(OptimWrapperFactory::amp(DType::F32, sgd));
         assert_eq!((f32.autocast(), f32.loss_scale()), (None, 1.0));
-        assert_eq!((f32.accumulation().counts(), f32.clip), (1, None));
+        assert_eq!((f32.accumulation().counts(), f32.clip()), (1, None));
         assert!(f32.skips_non_finite());
     }
 

@@ -73,7 +73,6 @@ mod npu;
 use std::fmt;
 use std::time::Duration;
 
-use ::amp::OverflowSource;
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use collective::{GroupOptions, ProcessGroup, Topology, Transport, init::Accelerator};
@@ -326,8 +325,7 @@ macro_rules! optimizer {
 }
 pub(crate) use optimizer;
 
-/// Detects overflows that do not show in values.
-pub type Overflows = Box<dyn OverflowSource<Error = Error> + Send>;
+pub use train_step::Overflows;
 
 /// Devices of a rank's model, gradients and optimizer, passed to factories of optimizers and
 /// wrappers.

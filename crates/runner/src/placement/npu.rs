@@ -5,7 +5,7 @@ use collective::{ProcessGroup, ReduceOp};
 use fused_optim::npu::Operators;
 
 use super::{Overflows, refused};
-use crate::{Error, Result};
+use crate::Result;
 
 /// An open NPU.
 #[derive(Debug)]
@@ -60,7 +60,7 @@ impl Npu {
         let reduce = move |seen: Option<bool>| {
             let mut word = [seen.map_or(0_u8, |seen| 1 + u8::from(seen))];
             group.all_reduce(&mut word, ReduceOp::Max)?;
-            Ok::<_, Error>([None, Some(false), Some(true)][usize::from(word[0].min(2))])
+            Ok::<_, train_step::Error>([None, Some(false), Some(true)][usize::from(word[0].min(2))])
         };
         let source = DeviceOverflow::new(self.on.clone(), reduce);
         source.is_flag().then(|| {

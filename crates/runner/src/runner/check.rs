@@ -361,7 +361,7 @@ fn make(mut config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoade
 struct NoSink;
 
 impl GradSink for NoSink {
-    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> train_step::Result<()> {
         Ok(())
     }
 }

@@ -26,7 +26,7 @@ impl EvalWeightsHook {
         let (engine, optimizer) = runner.engine_and_optimizer();
         let specs = engine.params().to_vec();
         self.trained.clear();
-        engine.with_params(&mut |weights| {
+        Ok(engine.with_params(&mut |weights| {
             for (index, (weight, spec)) in weights.iter_mut().zip(&specs).enumerate() {
                 let mut values = vec![0.0; spec.count()];
                 self.trained.push(Tensor::copy(spec, weight));
@@ -37,17 +37,17 @@ impl EvalWeightsHook {
                 }
             }
             Ok(())
-        })
+        })?)
     }
 
     /// Restores the trained weights, unless they are in place.
     fn restore(&mut self, runner: &mut Runner) -> Result<()> {
         let trained = std::mem::take(&mut self.trained);
-        runner.engine_mut().with_params(&mut |weights| {
+        Ok(runner.engine_mut().with_params(&mut |weights| {
             let all = weights.iter_mut().zip(&trained);
             all.for_each(|(weight, trained)| copy_from_bytes(weight, &trained.bytes));
             Ok(())
-        })
+        })?)
     }
 }
 
@@ -169,11 +169,11 @@ mod tests {
 
     impl Seen {
         fn note(&self, kind: char, runner: &mut Runner) -> Result<()> {
-            runner.engine_mut().with_params(&mut |params| {
+            Ok(runner.engine_mut().with_params(&mut |params| {
                 let SliceMut::F32(weights) = &params[0] else { panic!("not f32") };
                 self.0.lock().push((kind, weights.to_vec()));
                 Ok(())
-            })
+            })?)
         }
     }
 

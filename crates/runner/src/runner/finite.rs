@@ -13,9 +13,10 @@ use fused_optim::{Applied, SliceMut};
 
 use super::Runner;
 use crate::checkpoint::{visit_buffers, visit_model};
+use crate::engine::has_non_finite;
 use crate::engine::{Losses, TensorSpec};
 use crate::model::with_host_grads;
-use crate::optim_wrapper::{Update, has_non_finite};
+use crate::optim_wrapper::Update;
 use crate::{Error, Result};
 
 /// Maximum number of steps that a device may be behind the host.

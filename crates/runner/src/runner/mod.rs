@@ -59,7 +59,7 @@ use crate::checkpoint::{Position, visit_whole_model};
 use crate::data::{Batch, DataLoader};
 use crate::engine::{Engine, EngineState, Losses, broadcast};
 use crate::model::ModelWrapper;
-use crate::optim_wrapper::OptimWrapper;
+use crate::optim_wrapper::{OptimWrapper, update_params};
 use crate::sinks::{Logger, Scalars};
 use crate::{Error, Result};
 
@@ -348,7 +348,7 @@ impl Runner {
     /// Broadcasts rank 0's parameters and buffers.
     pub(crate) fn broadcast_model(&mut self) -> Result<()> {
         let group = &self.group;
-        visit_whole_model(&mut *self.engine, &mut |_, _, slice| broadcast(group, slice))
+        visit_whole_model(&mut *self.engine, &mut |_, _, slice| Ok(broadcast(group, slice)?))
     }
 
     /// Returns whether the run ends now, see [`Budget::interrupt`]; an error if learning rates
@@ -376,8 +376,12 @@ impl Runner {
             let own = ("`loss_count` of the first batch".to_owned(), count.to_owned());
             agreement::compare(&self.group, "losses", &[own])?;
         }
-        let (engine, model) = (&mut *self.engine, &mut *self.model);
-        let update = self.optim.update_params(engine, model, batch, &mut self.engine_state)?;
+        let update = update_params(
+            &mut self.optim,
+            (&mut *self.engine, &mut *self.model),
+            batch,
+            &mut self.engine_state,
+        )?;
         if let Some(warning) = &update.warning {
             self.output.logger().warning(warning);
         }

@@ -296,7 +296,7 @@ impl Runner {
 
     fn load_optimizer(&mut self, loaded: &Checkpoint) -> Result<()> {
         let Some(optim) = &loaded.optim else { return Ok(()) };
-        self.optim.load_state_dict(optim).map_err(|why| loaded.refused(why))
+        self.optim.load_state_dict(optim).map_err(|why| loaded.refused(why.into()))
     }
 
     /// Returns an error if an earlier attempt to load a checkpoint has changed a part of this run.

@@ -9,10 +9,12 @@ use collective::ProcessGroup;
 use fused_optim::{DType, Slice, SliceMut};
 use runner::config::Config;
 use runner::data::{Array, Batch};
-use runner::engine::{Engine, EngineState, Gradient, Losses, SharedSink, StepContext, TensorSpec};
+use runner::engine::{
+    Engine, EngineState, Gradient, Losses, Model, SharedSink, StepContext, TensorSpec,
+};
 use runner::model::MODEL_WRAPPERS;
 use runner::model::{DistributedDataParallel, ModelWrapper};
-use runner::optim_wrapper::OPTIM_WRAPPERS;
+use runner::optim_wrapper::{OPTIM_WRAPPERS, update_params};
 use runner::placement::Placement;
 use runner::{Error, Result};
 
@@ -47,7 +49,7 @@ impl Parts {
     }
 }
 
-impl Engine for Parts {
+impl Model for Parts {
     fn params(&self) -> &[TensorSpec] {
         &self.specs
     }
@@ -56,20 +58,16 @@ impl Engine for Parts {
         &self.buffer_specs
     }
 
-    fn with_params(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+    fn with_params(&mut self, visit: &mut train_step::Visit<'_>) -> train_step::Result<()> {
         visit(&mut self.params.iter_mut().map(|p| SliceMut::F32(p)).collect::<Vec<_>>())
     }
 
-    fn with_buffers(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+    fn with_buffers(&mut self, visit: &mut train_step::Visit<'_>) -> train_step::Result<()> {
         visit(&mut [SliceMut::F32(&mut self.buffer)])
     }
+}
 
+impl Engine for Parts {
     fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         self.seen.push(self.buffer[0]);
         let next = self.buffer[0] + self.rank + 1.0;
@@ -109,7 +107,7 @@ fn train(
             (OPTIM_WRAPPERS.build(section(optim))?.build)(engine.params(), &Placement::host())?;
         let mut state = EngineState::default();
         for _ in 0..steps {
-            optim.update_params(&mut engine, &mut *model, &Batch::new(), &mut state)?;
+            update_params(&mut optim, (&mut engine, &mut *model), &Batch::new(), &mut state)?;
         }
         Ok(engine)
     };
@@ -208,20 +206,24 @@ impl ModelWrapper for Counting {
         self.inner.sink()
     }
 
-    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
+    fn prepare(
+        &mut self,
+        engine: Option<&mut dyn Model>,
+        cx: &mut StepContext<'_>,
+    ) -> train_step::Result<()> {
         // Relaxed: read after the ranks have been joined.
         self.forwards.fetch_add(1, Ordering::Relaxed);
         self.inner.prepare(engine, cx)
     }
 
-    fn finish(&mut self) -> Result<()> {
+    fn finish(&mut self) -> train_step::Result<()> {
         self.inner.finish()
     }
 
     fn with_grads(
         &self,
-        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> Result<()>,
-    ) -> Result<()> {
+        visit: &mut dyn FnMut(&[Option<Gradient<'_>>]) -> train_step::Result<()>,
+    ) -> train_step::Result<()> {
         self.inner.with_grads(visit)
     }
 

@@ -7,13 +7,13 @@ use candle_core::{Device, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
+use runner::Error;
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, ops,
 };
-use runner::engine::{Engine, GradSink, SharedSink};
+use runner::engine::{Engine, GradSink, Model, SharedSink};
 use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
-use runner::{Error, Result};
 
 use crate::common::step::train_step;
 
@@ -25,9 +25,9 @@ struct Keep {
 }
 
 impl GradSink for Keep {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> train_step::Result<()> {
         if self.refuse == Some(index) {
-            return Err(Error::Data("refused".into()));
+            return Err(Error::Data("refused".into()).into());
         }
         self.seen.push((index, grad.dtype(), widen(&grad)));
         Ok(())
@@ -381,7 +381,7 @@ fn changed_parameters_affect_the_next_forward() {
     assert_ne!(before, after);
 
     // After an error or a panic in the visit the memory is returned.
-    let error = engine.with_params(&mut |_| Err(Error::Data("stop".into()))).unwrap_err();
+    let error = engine.with_params(&mut |_| Err(Error::Data("stop".into()).into())).unwrap_err();
     assert_eq!(error.to_string(), "stop");
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         engine.with_params(&mut |_| panic!("stop"))
@@ -456,8 +456,8 @@ fn lent_parameters_are_returned_in_any_case() {
     };
     let before = read(&mut engine);
     assert!(before.iter().all(|p| !p.is_empty()));
-    let refused = engine.with_params(&mut |_| Err(Error::Data("refused".into())));
-    assert!(matches!(refused, Err(Error::Data(_))));
+    let refused = engine.with_params(&mut |_| Err(Error::Data("refused".into()).into()));
+    assert!(matches!(refused.map_err(Error::from), Err(Error::Data(_))));
     assert_eq!(read(&mut engine), before);
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         engine.with_params(&mut |_| panic!("in the middle of a step"))

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use fused_optim::{DType, Slice, SliceMut};
 use half::f16;
 use parking_lot::Mutex;
-use runner::Result;
 use runner::data::ArrayData;
 use runner::data::{Dataset, Draw};
 use runner::engine::candle::ops::Normalization;
 use runner::engine::candle::{CandleEngine, CandleOptions};
-use runner::engine::{Engine, GradSink, SharedSink};
+use runner::engine::{Engine, GradSink, Model, SharedSink};
 use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 use crate::common::step::train_step;
@@ -23,7 +22,7 @@ struct Sgd {
 }
 
 impl GradSink for Sgd {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> train_step::Result<()> {
         self.gradients[index] = widen(&grad);
         Ok(())
     }

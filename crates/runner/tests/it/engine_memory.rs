@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use fused_optim::Slice;
 use parking_lot::Mutex;
-use runner::Result;
 use runner::data::{Dataset, Draw};
 use runner::engine::candle::{CandleEngine, CandleOptions};
-use runner::engine::{Engine, GradSink, SharedSink};
+use runner::engine::{Engine, GradSink, Model, SharedSink};
 use runner::zoo::{Digits, ResNet, ResNetOptions, Split};
 
 use crate::common::alone;
@@ -16,7 +15,7 @@ use crate::common::step::train_step;
 struct Ignore;
 
 impl GradSink for Ignore {
-    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> train_step::Result<()> {
         Ok(())
     }
 }

@@ -6,7 +6,6 @@ use candle_core::{Device, Tensor};
 use candle_nn::VarBuilder;
 use fused_optim::Slice;
 use parking_lot::Mutex;
-use runner::Result;
 use runner::data::Batch;
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch,
@@ -18,7 +17,7 @@ use crate::common::step::train_step;
 struct Ignore;
 
 impl GradSink for Ignore {
-    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> train_step::Result<()> {
         Ok(())
     }
 }

@@ -12,10 +12,10 @@ use runner::Result;
 use runner::checkpoint;
 use runner::config::Config;
 use runner::data::{Array, Batch, BoxError, Dataset, Sample, SampleRng};
-use runner::engine::{Engine, EngineState, Losses, StepContext, TensorSpec};
+use runner::engine::{Engine, EngineState, Losses, Model, StepContext, TensorSpec};
 use runner::model::DistributedDataParallel;
 use runner::optim_wrapper::{
-    Member, OPTIM_WRAPPERS, OptimWrapper, OptimWrapperFactory, OptimizerDict,
+    Member, OPTIM_WRAPPERS, OptimWrapper, OptimWrapperFactory, OptimizerDict, update_params,
 };
 use runner::placement::Placement;
 use runner::{DataLoaderConfig, RunnerBuilder, TrainConfig};
@@ -36,7 +36,7 @@ impl Quadratic {
     }
 }
 
-impl Engine for Quadratic {
+impl Model for Quadratic {
     fn params(&self) -> &[TensorSpec] {
         &self.specs
     }
@@ -45,20 +45,16 @@ impl Engine for Quadratic {
         &[]
     }
 
-    fn with_params(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+    fn with_params(&mut self, visit: &mut train_step::Visit<'_>) -> train_step::Result<()> {
         visit(&mut [SliceMut::F32(&mut self.w)])
     }
 
-    fn with_buffers(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+    fn with_buffers(&mut self, visit: &mut train_step::Visit<'_>) -> train_step::Result<()> {
         visit(&mut [])
     }
+}
 
+impl Engine for Quadratic {
     fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         let i = self.batch;
         self.batch += 1;
@@ -109,7 +105,8 @@ fn steps_match_mmengine() {
         let mut state = EngineState::default();
         for (at, iter) in case["iters"].as_array().unwrap().iter().enumerate() {
             let batch = Batch::new();
-            let update = optim.update_params(&mut engine, &mut model, &batch, &mut state).unwrap();
+            let update =
+                update_params(&mut optim, (&mut engine, &mut model), &batch, &mut state).unwrap();
             assert_eq!(update.applied.is_some(), iter["should_sync"], "{case} {at}");
             // Recorded in f64, computed in f32: ten steps of rounding errors.
             for (got, wanted) in engine.w.iter().zip(numbers(&iter["w"])) {
@@ -267,7 +264,7 @@ impl Unordered {
     }
 }
 
-impl Engine for Unordered {
+impl Model for Unordered {
     fn params(&self) -> &[TensorSpec] {
         &self.specs
     }
@@ -276,20 +273,16 @@ impl Engine for Unordered {
         &[]
     }
 
-    fn with_params(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+    fn with_params(&mut self, visit: &mut train_step::Visit<'_>) -> train_step::Result<()> {
         visit(&mut self.values.iter_mut().map(|v| SliceMut::F32(v)).collect::<Vec<_>>())
     }
 
-    fn with_buffers(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
+    fn with_buffers(&mut self, visit: &mut train_step::Visit<'_>) -> train_step::Result<()> {
         visit(&mut [])
     }
+}
 
+impl Engine for Unordered {
     fn train_step(&mut self, _: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         for (index, (spec, values)) in self.specs.iter().zip(&self.values).enumerate() {
             let own = f32::from(spec.name.as_bytes()[0]) / 100.0;
@@ -361,7 +354,7 @@ fn gradient_norms_of_clipped_parts_are_logged() {
         let squares = parts.iter().flat_map(|part| [1.0, -1.0].map(|x| own(part, x).powi(2)));
         let norm = squares.sum::<f32>().sqrt();
         let mut state = EngineState::default();
-        optim.update_params(&mut engine, &mut model, &Batch::new(), &mut state).unwrap();
+        update_params(&mut optim, (&mut engine, &mut model), &Batch::new(), &mut state).unwrap();
         let logged = optim.log_scalars();
         let [("grad_norm", logged)] = logged[..] else { panic!("{logged:?}") };
         assert!((logged - f64::from(norm)).abs() < 1e-5, "{logged} is not {norm}");

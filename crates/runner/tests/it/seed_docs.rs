@@ -19,7 +19,7 @@ use runner::config::Config;
 use runner::engine::candle::{
     CandleEngine, CandleModel, Loss, Outputs, TensorBatch, candle_core, candle_nn, ops,
 };
-use runner::engine::{Engine, StepContext};
+use runner::engine::{Model, StepContext};
 use runner::model::{DistributedDataParallel, MODEL_WRAPPERS, MODELS, ModelWrapper, WrapperOver};
 
 use crate::common::from_config;
@@ -476,7 +476,11 @@ impl WrapperOver for MyDdp {
         &mut self.0
     }
 
-    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
+    fn prepare(
+        &mut self,
+        engine: Option<&mut dyn Model>,
+        cx: &mut StepContext<'_>,
+    ) -> train_step::Result<()> {
         // Relaxed: read after the ranks have been joined.
         FORWARDS.fetch_add(1, Ordering::Relaxed);
         self.0.prepare(engine, cx)

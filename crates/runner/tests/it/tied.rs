@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Module, Result as CandleResult, Tensor};
 use candle_nn::VarBuilder;
-use runner::engine::Engine;
+use runner::engine::Model;
 use runner::engine::candle::nn::{Embedding, Linear, embedding, linear, linear_no_bias};
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, ops,

@@ -20,9 +20,9 @@ use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::{DType, Sgd, SgdHyper, SliceMut};
 use runner::data::{Array, ArrayData, Batch};
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
-use runner::engine::{Engine, EngineState, TensorSpec};
+use runner::engine::{EngineState, Model, TensorSpec};
 use runner::model::DistributedDataParallel;
-use runner::optim_wrapper::OptimWrapper;
+use runner::optim_wrapper::{OptimWrapper, update_params};
 use runner::zoo::{
     Gpt, GptOptions, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
 };
@@ -270,7 +270,8 @@ fn ours(name: &'static str, dtype: DType) -> (Vec<f64>, [Map<String, Value>; 2])
         let batch = Batch::new()
             .with("inputs", Array::new(shape, inputs).unwrap())
             .with("labels", Array::new(shape_of_labels, ArrayData::I64(labels)).unwrap());
-        let update = optim.update_params(&mut engine, &mut model, &batch, &mut state).unwrap();
+        let update =
+            update_params(&mut optim, (&mut engine, &mut model), &batch, &mut state).unwrap();
         update.losses.scalars().unwrap()[0].1
     });
     let losses = losses.collect();

@@ -12,7 +12,7 @@ use runner::data::{Array, ArrayData, Batch, Dataset};
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, nn, ops,
 };
-use runner::engine::{Engine, EngineState, StepContext};
+use runner::engine::{Engine, EngineState, Model, StepContext};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 
 use runner::zoo::SyntheticTokens;
@@ -159,7 +159,7 @@ fn step(mut engine: CandleEngine) -> runner::Result<()> {
     let mut cx = StepContext::new(model.sink(), &mut state);
     model.prepare(Some(&mut engine), &mut cx)?;
     engine.train_step(&batch, &mut cx)?;
-    model.finish()
+    Ok(model.finish()?)
 }
 
 #[test]

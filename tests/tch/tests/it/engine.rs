@@ -11,7 +11,7 @@ use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, Batch};
-use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext};
+use runner::engine::{Engine, Model, EngineState, GradSink, SharedSink, StepContext};
 use runner::model::{MODELS, ModelContext, ModelFactory};
 use runner::{Error, Result, RunnerBuilder};
 use tch::nn::{self, Module};
@@ -68,7 +68,7 @@ struct Note {
 type Gradients = Vec<(usize, Vec<f32>)>;
 
 impl GradSink for Note {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
         let Slice::F32(values) = grad else { panic!("gradients are f32") };
         self.come.push((index, values.to_vec()));
         if index == self.at { (self.act)() } else { Ok(()) }

@@ -15,7 +15,7 @@ use runner::data::{Array, Batch};
 use runner::engine::candle::candle_core::Result as CandleResult;
 use runner::engine::candle::candle_nn::VarBuilder;
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
-use runner::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, TensorSpec};
+use runner::engine::{Engine, Model, EngineState, GradSink, SharedSink, StepContext, TensorSpec};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::optim_wrapper::OptimWrapper;
 use tch::nn::{self, OptimizerConfig, VarStore};
@@ -188,7 +188,7 @@ struct Spoil {
 }
 
 impl GradSink for Spoil {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
         let Slice::F32(values) = grad else { panic!("gradients are f32") };
         let factor = if index == 0 { self.factor } else { 1.0 };
         let values: Vec<_> = values.iter().map(|v| v * factor).collect();
@@ -302,7 +302,7 @@ fn under_autocast_candle_and_libtorch_come_to_the_same() {
 struct Keep(BTreeMap<usize, Vec<f32>>);
 
 impl GradSink for Keep {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
         let Slice::F32(values) = grad else { panic!("gradients are f32") };
         assert!(self.0.insert(index, values.to_vec()).is_none(), "{index} comes once");
         Ok(())

@@ -48,12 +48,12 @@ pub(super) struct ForwardState {
 
 impl ForwardState {
     pub(super) fn of(engine: &CandleEngine) -> Result<Self> {
-        Ok(Self { buffers: engine.buffers.copies()?, random_position: random_position() })
+        Ok(Self { buffers: engine.tensors.buffers.copies()?, random_position: random_position() })
     }
 
     pub(super) fn restore(&self, engine: &CandleEngine) -> Result<()> {
         set_random_position(self.random_position);
-        engine.buffers.set_all(&self.buffers)
+        engine.tensors.buffers.set_all(&self.buffers)
     }
 }
 
@@ -75,7 +75,7 @@ impl<'a> Probe<'a> {
         start: &'a ForwardState,
         of_zeros: f64,
     ) -> Result<Self> {
-        let params = engine.params.copies()?;
+        let params = engine.tensors.params.copies()?;
         let direction = |(param, spec): (&Tensor, &TensorSpec)| {
             let size = param.to_dtype(DType::F64)?.sqr()?.mean_all()?.to_scalar::<f64>()?.sqrt();
             let normal = Init::Randn { mean: 0.0, stdev: if size > 0.0 { size } else { of_zeros } };
@@ -86,7 +86,7 @@ impl<'a> Probe<'a> {
             let wide = if param.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
             Tensor::from_vec(values, param.shape(), param.device())?.to_dtype(wide)
         };
-        let directions = params.iter().zip(&engine.params.specs).map(direction);
+        let directions = params.iter().zip(&engine.tensors.params.specs).map(direction);
         let directions = directions.collect::<Result<_>>()?;
         Ok(Self { engine, batch, start, params, directions })
     }
@@ -100,7 +100,7 @@ impl<'a> Probe<'a> {
         let moved = self.params.iter().zip(&self.directions).enumerate().map(moved);
         moved
             .collect::<Result<Vec<_>>>()
-            .and_then(|moved| self.engine.params.set_all(&moved))
+            .and_then(|moved| self.engine.tensors.params.set_all(&moved))
             .and_then(|()| self.start.restore(self.engine))
             .map_err(failed)?;
         self.engine.loss(self.batch)
@@ -127,7 +127,7 @@ impl<'a> Probe<'a> {
     /// `end`.
     fn aside<R>(&self, end: &ForwardState, call: impl FnOnce() -> R) -> RunnerResult<R> {
         let result = without_autotune(call);
-        let params = self.engine.params.set_all(&self.params);
+        let params = self.engine.tensors.params.set_all(&self.params);
         params.and_then(|()| end.restore(self.engine)).map_err(failed)?;
         Ok(result)
     }
@@ -140,7 +140,7 @@ pub(super) fn check(
     batch: &Batch,
     ignore: &[String],
 ) -> RunnerResult<Vec<WrongGradient>> {
-    let specs = &engine.params.specs;
+    let specs = &engine.tensors.params.specs;
     let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
     if let Some(name) = ignore.iter().find(|name| !names.contains(&name.as_str())) {
         return Err(Error::Config(unknown("parameter", name, &names)));

@@ -45,7 +45,6 @@ mod cuda;
 mod gradcheck;
 mod init;
 mod model;
-mod on_device;
 mod params;
 mod report;
 
@@ -55,19 +54,19 @@ use std::fmt;
 use amp::Autocast;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-use fused_optim::SliceMut;
+use candle_train::ModelTensors;
 use tracing::debug_span;
 
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::{Context, Tape};
-use self::params::{Passes, Served, Tensors};
+use self::params::{Passes, Served};
 use super::{
-    CompileOptions, CompileReport, ComputeDevice, DeviceEngine, Engine, Losses, MatmulPrecision,
-    StepContext, TensorSpec, WrongGradient,
+    CompileOptions, CompileReport, ComputeDevice, DeviceEngine, DeviceModel, Engine, LoraOptions,
+    Losses, MatmulPrecision, Model, ModelContext, ModelFactory, StepContext, TensorSpec, Visit,
+    WrongGradient,
 };
 use crate::data::{Array, ArrayData, Batch};
 use crate::error::without_backtrace;
-use crate::model::{LoraOptions, ModelContext, ModelFactory};
 use crate::{Error, Result};
 
 pub use candle_ops::{self as ops, nn};
@@ -120,7 +119,7 @@ impl Default for CandleOptions {
 ///
 /// ```
 /// use candle_nn::{Linear, Module, VarBuilder, linear};
-/// use runner::engine::Engine;
+/// use runner::engine::Model;
 /// use runner::engine::candle::{
 ///     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch, ops,
 /// };
@@ -145,9 +144,7 @@ impl Default for CandleOptions {
 /// ```
 pub struct CandleEngine {
     model: Box<dyn CandleModel>,
-    params: Tensors,
-    buffers: Tensors,
-    frozen: Tensors,
+    tensors: ModelTensors,
     passes: Passes,
     device: Device,
     at: ComputeDevice,
@@ -199,20 +196,19 @@ impl CandleEngine {
                     .map_err(|e| Error::Engine(format!("{at}: {e}")))?
             }
         };
-        let Served { model, params, buffers, frozen, passes } =
+        let Served { model, mut tensors, passes } =
             params::serve((dtype, options.seed), &device, options.frozen, |vb| {
                 match options.lora {
                     Some(lora) => nn::lora(&lora.into(), || build(vb)),
                     None => build(vb),
                 }
             })?;
+        let cuda = cuda::Cuda::open(&device, &mut tensors)?;
         Ok(Self {
             model: Box::new(model),
-            params,
-            buffers,
-            frozen,
+            tensors,
             passes,
-            cuda: cuda::Cuda::open(&device)?,
+            cuda,
             device,
             at,
             dtype,
@@ -372,48 +368,45 @@ fn failed(error: &candle_core::Error, advice: Option<&str>) -> Error {
 impl fmt::Debug for CandleEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CandleEngine")
-            .field("params", &self.params.specs.len())
-            .field("buffers", &self.buffers.specs.len())
+            .field("params", &self.tensors.params.specs.len())
+            .field("buffers", &self.tensors.buffers.specs.len())
             .field("device", &self.at)
             .field("dtype", &self.dtype)
             .finish_non_exhaustive()
     }
 }
 
-impl Engine for CandleEngine {
+impl Model for CandleEngine {
     fn params(&self) -> &[TensorSpec] {
-        &self.params.specs
+        self.tensors.params()
     }
 
     fn buffers(&self) -> &[TensorSpec] {
-        &self.buffers.specs
+        self.tensors.buffers()
     }
 
     fn frozen(&self) -> &[TensorSpec] {
-        &self.frozen.specs
+        self.tensors.frozen()
     }
 
-    fn with_frozen(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
-        params::lend(&self.frozen, visit)
+    fn with_params(&mut self, visit: &mut Visit<'_>) -> train_step::Result<()> {
+        self.tensors.with_params(visit)
     }
 
-    fn with_params(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
-        params::lend(&self.params, visit)
+    fn with_buffers(&mut self, visit: &mut Visit<'_>) -> train_step::Result<()> {
+        self.tensors.with_buffers(visit)
     }
 
-    fn with_buffers(
-        &mut self,
-        visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-    ) -> Result<()> {
-        params::lend(&self.buffers, visit)
+    fn with_frozen(&mut self, visit: &mut Visit<'_>) -> train_step::Result<()> {
+        self.tensors.with_frozen(visit)
     }
 
+    fn on_device(&mut self) -> Option<&mut dyn DeviceModel> {
+        self.tensors.on_device()
+    }
+}
+
+impl Engine for CandleEngine {
     fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         // Zero and non-finite scales are invalid.
         if !(cx.loss_scale > 0.0 && cx.loss_scale.is_finite()) {

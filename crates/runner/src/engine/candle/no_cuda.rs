@@ -7,6 +7,7 @@
 )]
 
 use candle_core::{Device, Tensor};
+use candle_train::ModelTensors;
 
 use super::CandleEngine;
 use super::model::{self, Scalars};
@@ -19,7 +20,7 @@ use crate::engine::{CompileOptions, CompileReport, DeviceEngine, Losses, StepCon
 pub(super) enum Cuda {}
 
 impl Cuda {
-    pub(super) const fn open(_: &Device) -> Result<Option<Self>> {
+    pub(super) const fn open(_: &Device, _: &mut ModelTensors) -> Result<Option<Self>> {
         Ok(None)
     }
 

@@ -3,9 +3,8 @@
 //! Each parameter is served as a tensor of [`Sources`], which reports the gradient when it is
 //! complete, during backward. Layers need no change.
 //!
-//! Invariant: a served tensor owns its storage, contiguous and whole, and no tensor is registered
-//! after the model is built. So [`lend`] can take the memory out, lend it as plain slices, and put
-//! it back.
+//! Invariant: a served tensor owns its storage, contiguous and whole, as [`ModelTensors`] has to,
+//! and no tensor is registered after the model is built.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -16,12 +15,9 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Layout, Shape, Tensor, Var, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use candle_train::{ParamIndex, is_buffer};
-use fused_optim::SliceMut;
-use fused_optim::candle::slice;
+use candle_train::{ModelTensors, ParamIndex, is_buffer, report};
 use parking_lot::Mutex;
 
-use super::on_device::OnDevice;
 use super::ops::nn::check_size;
 use super::ops::nn::lora::{adapted_layer, fits, is_frozen};
 use super::ops::{Sources, Tape};
@@ -29,46 +25,11 @@ use super::{init, optim_dtype};
 use crate::engine::{SharedSink, TensorSpec};
 use crate::{Error, Result};
 
-/// Tensors of one kind: specs and memory, by the same index.
-#[derive(Default)]
-pub(super) struct Tensors {
-    pub(super) specs: Vec<TensorSpec>,
-    pub(super) tensors: Vec<Tensor>,
-}
-
-impl Tensors {
-    fn add(&mut self, spec: TensorSpec, tensor: Tensor) {
-        self.specs.push(spec);
-        self.tensors.push(tensor);
-    }
-
-    /// Copies all tensors.
-    pub(super) fn copies(&self) -> candle_core::Result<Vec<Tensor>> {
-        self.tensors.iter().map(|tensor| tensor.detach().copy()).collect()
-    }
-
-    /// Sets all tensors in place.
-    pub(super) fn set_all(&self, values: &[Tensor]) -> candle_core::Result<()> {
-        self.tensors.iter().zip(values).try_for_each(|(to, from)| set(to, from))
-    }
-}
-
-/// Copies the elements in place. Both tensors are flattened first, because a scalar has no
-/// dimension.
-pub(super) fn set(to: &Tensor, from: &Tensor) -> candle_core::Result<()> {
-    if to.elem_count() == 0 {
-        return Ok(());
-    }
-    to.detach().flatten_all()?.slice_set(&from.contiguous()?.flatten_all()?, 0, 0)
-}
-
 /// Tensors requested by a model so far.
 #[derive(Default)]
 struct Registry {
     served: HashMap<String, Tensor>,
-    params: Tensors,
-    buffers: Tensors,
-    frozen: Tensors,
+    tensors: ModelTensors,
     /// For each served tensor, the layer with an adapter that requested it, if it was one.
     adapted: HashMap<String, Option<String>>,
     /// Set when the model is built.
@@ -102,9 +63,7 @@ impl Registry {
 /// request.
 pub(super) struct Served<M> {
     pub(super) model: M,
-    pub(super) params: Tensors,
-    pub(super) buffers: Tensors,
-    pub(super) frozen: Tensors,
+    pub(super) tensors: ModelTensors,
     pub(super) passes: Passes,
 }
 
@@ -129,9 +88,8 @@ pub(super) fn serve<M>(
     let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
     let mut registry = registry.lock();
     registry.closed = true;
-    let Registry { params, buffers, frozen: found, .. } = &mut *registry;
-    let (params, buffers, found) =
-        (std::mem::take(params), std::mem::take(buffers), std::mem::take(found));
+    let tensors = std::mem::take(&mut registry.tensors);
+    let ModelTensors { params, frozen: found, .. } = &tensors;
     let is_found = |pattern: &&String| found.specs.iter().any(|spec| fits(&spec.name, pattern));
     if let Some(pattern) = frozen.iter().find(|pattern| !is_found(pattern)) {
         let names: Vec<_> = params.specs.iter().map(|spec| format!("`{}`", spec.name)).collect();
@@ -141,7 +99,7 @@ pub(super) fn serve<M>(
         )));
     }
     let passes = Passes { sources, index: ParamIndex::new(params.tensors.iter().map(Tensor::id)) };
-    Ok(Served { model, params, buffers, frozen: found, passes })
+    Ok(Served { model, tensors, passes })
 }
 
 /// Serves parameters and buffers to a model while it is built.
@@ -196,18 +154,18 @@ impl SimpleBackend for Backend {
         let tensor = if is_buffer(name) {
             let values = Tensor::from_vec(values, &shape, device)?.to_dtype(dtype)?;
             let tensor = Var::from_tensor(&values)?.into_inner();
-            registry.buffers.add(spec, tensor.clone());
+            registry.tensors.buffers.add(spec, tensor.clone());
             tensor
         } else if adapted_layer().is_some() || is_frozen(name, &self.frozen) {
             // A frozen parameter is not a variable: neither candle's graph nor a tape records it.
             let tensor = Tensor::from_vec(values, &shape, &Device::Cpu)?.to_dtype(dtype)?;
             let tensor = tensor.to_device(device)?;
-            registry.frozen.add(spec, tensor.clone());
+            registry.tensors.frozen.add(spec, tensor.clone());
             tensor
         } else {
             let values = CpuStorage::F32(values).to_dtype(&Layout::contiguous(&shape), dtype)?;
             let tensor = self.sources.tensor(name, values, &shape)?;
-            registry.params.add(spec, tensor.clone());
+            registry.tensors.params.add(spec, tensor.clone());
             tensor
         };
         registry.served.insert(name.to_owned(), tensor.clone());
@@ -250,24 +208,6 @@ pub(super) struct Passes {
     index: ParamIndex,
 }
 
-/// Passes a contiguous gradient to a sink.
-fn give(sink: &SharedSink, index: usize, gradient: Tensor) -> Result<()> {
-    if !gradient.device().is_cpu() {
-        return sink.lock().ready_on_device(index, Box::new(OnDevice::new(gradient)));
-    }
-    let (storage, layout) = gradient.storage_and_layout();
-    match slice(&storage, layout) {
-        Some(slice) => sink.lock().ready(index, slice),
-        None => {
-            let dtype = gradient.dtype();
-            let text = format!(
-                "backward: unsupported type {dtype:?} of the gradient of parameter {index}"
-            );
-            Err(Error::Engine(text))
-        }
-    }
-}
-
 impl Passes {
     /// Runs a forward pass for [`backward`](Self::backward).
     pub(super) fn record<R>(&self, forward: impl FnOnce() -> R) -> (R, Tape) {
@@ -291,45 +231,9 @@ impl Passes {
             if let Some(kept) = &mut *own.borrow_mut() {
                 kept.push((index, gradient.clone()));
             }
-            sink.as_ref().map_or(Ok(()), |sink| give(sink, index, gradient))
+            sink.as_ref().map_or(Ok(()), |sink| Ok(report(sink, index, gradient)?))
         };
         self.index.backward((tape, loss), gradient.map_err(failed)?, ready, failed)?;
         Ok(kept.take().unwrap_or_default())
     }
-}
-
-/// Lends the memory of `tensors` to `visit`, one slice each, and puts it back in any case. Tensors
-/// on a device are lent as copies, which are copied back.
-///
-/// # Errors
-///
-/// Those of `visit`; a violation of this module's invariant; a failed copy.
-pub(super) fn lend(
-    tensors: &Tensors,
-    visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-) -> Result<()> {
-    let Tensors { specs, tensors } = tensors;
-    if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
-        return lend_memory(tensors, specs, visit);
-    }
-    let failed = |e| Error::Engine(format!("copying parameters or buffers: {e}"));
-    let copy = |tensor: &Tensor| tensor.detach().to_device(&Device::Cpu);
-    let copies: Vec<_> =
-        tensors.iter().map(copy).collect::<candle_core::Result<_>>().map_err(failed)?;
-    let visited = lend_memory(&copies, specs, visit);
-    for (tensor, copy) in tensors.iter().zip(&copies) {
-        let back = copy.to_device(tensor.device()).and_then(|back| set(tensor, &back));
-        back.map_err(failed)?;
-    }
-    visited
-}
-
-fn lend_memory(
-    tensors: &[Tensor],
-    specs: &[TensorSpec],
-    visit: &mut dyn FnMut(&mut [SliceMut<'_>]) -> Result<()>,
-) -> Result<()> {
-    let label = |index: usize| format!("lending `{}`", specs[index].name);
-    fused_optim::candle::lend(&tensors.iter().collect::<Vec<_>>(), label, visit)
-        .map_err(|e| Error::Engine(e.to_string()))?
 }

@@ -222,7 +222,7 @@ mod tests {
     struct NoSink;
 
     impl GradSink for NoSink {
-        fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> crate::Result<()> {
+        fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> train_step::Result<()> {
             Ok(())
         }
     }

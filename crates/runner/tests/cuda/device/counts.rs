@@ -76,11 +76,11 @@ fn calls(name: &CStr) -> Option<i32> {
 struct Forget;
 
 impl GradSink for Forget {
-    fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> Result<()> {
+    fn ready(&mut self, _: usize, _: fused_optim::Slice<'_>) -> train_step::Result<()> {
         Ok(())
     }
 
-    fn ready_on_device(&mut self, _: usize, _: Box<dyn DeviceTensor>) -> Result<()> {
+    fn ready_on_device(&mut self, _: usize, _: Box<dyn DeviceTensor>) -> train_step::Result<()> {
         Ok(())
     }
 }

@@ -18,7 +18,7 @@ use runner::engine::candle::{
 };
 use runner::engine::{
     CompileBackend, CompileMode, CompileOptions, ComputeDevice, DeviceTensor, Engine, EngineState,
-    GradSink, SharedSink, StepContext,
+    GradSink, Model, SharedSink, StepContext,
 };
 
 use crate::gpu;
@@ -60,7 +60,7 @@ type Came = (Vec<(String, u64)>, Vec<(usize, Vec<u32>)>);
 struct Keep(Vec<(usize, Vec<f32>)>);
 
 impl GradSink for Keep {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> train_step::Result<()> {
         let Slice::F32(grad) = grad else { panic!("of another type") };
         self.0.push((index, grad.to_vec()));
         Ok(())
@@ -272,11 +272,11 @@ fn engine_moved_to_another_thread_captures_again() {
 struct Hold(Vec<Box<dyn DeviceTensor>>);
 
 impl GradSink for Hold {
-    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> train_step::Result<()> {
         panic!("a gradient is on the host");
     }
 
-    fn ready_on_device(&mut self, _: usize, grad: Box<dyn DeviceTensor>) -> Result<()> {
+    fn ready_on_device(&mut self, _: usize, grad: Box<dyn DeviceTensor>) -> train_step::Result<()> {
         self.0.push(grad);
         Ok(())
     }

@@ -6,9 +6,9 @@ use collective::{ProcessGroup, reducer::ReducerOptions};
 use fused_optim::cuda::CudaDeviceOptimizer;
 use fused_optim::{AdamWHyper, Applied, Clip, HalfWeights, ParamGroup};
 use runner::engine::candle::CandleEngine;
-use runner::engine::{Engine, EngineState};
+use runner::engine::{Engine, EngineState, Model};
 use runner::model::DistributedDataParallel;
-use runner::optim_wrapper::OptimWrapper;
+use runner::optim_wrapper::{OptimWrapper, update_params};
 
 use crate::gpu;
 
@@ -46,7 +46,7 @@ impl Training {
     fn step(&mut self, seed: usize) -> (String, Option<Applied>, Option<[u64; 2]>) {
         let before = launched();
         let Self { engine, optim, model, state } = self;
-        let update = optim.update_params(engine, model, &batch(seed), state).unwrap();
+        let update = update_params(optim, (engine, model), &batch(seed), state).unwrap();
         let count = launched().zip(before).map(|(now, then)| [now[0] - then[0], now[1] - then[1]]);
         let told = format!("{:?} {:?}", update.losses.scalars().unwrap(), optim.log_scalars());
         (told, update.applied, count)

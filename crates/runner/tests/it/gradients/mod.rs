@@ -21,7 +21,9 @@ use runner::engine::candle::candle_nn::{self, VarBuilder};
 use runner::engine::candle::{
     CandleEngine, CandleModel, CandleOptions, Loss, Outputs, TensorBatch,
 };
-use runner::engine::{CompileOptions, Engine, EngineState, GradSink, SharedSink, StepContext};
+use runner::engine::{
+    CompileOptions, Engine, EngineState, GradSink, Model, SharedSink, StepContext,
+};
 use runner::model::MODELS;
 use runner::zoo::{
     Gpt, GptOptions, Mlp, MlpOptions, ResNet, ResNetOptions, Transformer, TransformerOptions,
@@ -36,7 +38,7 @@ use crate::common::from_config;
 struct Keep(Vec<(usize, Vec<f32>)>);
 
 impl GradSink for Keep {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> train_step::Result<()> {
         let grad = match grad {
             Slice::F32(grad) => grad.to_vec(),
             Slice::F16(grad) => grad.iter().map(|v| v.to_f32()).collect(),

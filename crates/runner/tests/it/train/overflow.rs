@@ -130,12 +130,12 @@ fn non_finite_buffers_are_not_saved() {
     let config = config.replace("loss_scale = { init_scale = 256.0, growth_interval = 5 }\n", "");
     let outcome = run(&config, dir.path(), 2, |builder, rank| {
         builder.hook(before_iter(7, move |runner| {
-            runner.engine_mut().with_buffers(&mut |buffers| {
+            Ok(runner.engine_mut().with_buffers(&mut |buffers| {
                 if let (1, fused_optim::SliceMut::F32(values)) = (rank, &mut buffers[0]) {
                     values.fill(f32::NAN);
                 }
                 Ok(())
-            })
+            })?)
         }))
     });
     let says = "`bn1.running_mean` is not finite at the end, iteration 24, at the latest since iteration 10";

@@ -130,13 +130,13 @@ fn fp32() -> String {
 fn poison(iter: usize) -> Box<dyn Hook> {
     before_iter(iter, |runner| {
         let mut first = true;
-        runner.engine_mut().with_params(&mut |params| {
+        Ok(runner.engine_mut().with_params(&mut |params| {
             if let (true, fused_optim::SliceMut::F32(v)) = (first, &mut params[0]) {
                 v.fill(f32::INFINITY);
                 first = false;
             }
             Ok(())
-        })
+        })?)
     })
 }
 
@@ -183,7 +183,7 @@ fn non_finite_accumulated_gradients_do_not_replace_a_checkpoint() {
         let (mut saved, mut calls) = (Vec::new(), 0);
         builder.hook(Box::new(BeforeIter(Box::new(move |runner| {
             calls += 1;
-            runner.engine_mut().with_params(&mut |params| {
+            Ok(runner.engine_mut().with_params(&mut |params| {
                 let fused_optim::SliceMut::F32(v) = &mut params[0] else { panic!("not f32") };
                 match calls {
                     5 => {
@@ -191,11 +191,11 @@ fn non_finite_accumulated_gradients_do_not_replace_a_checkpoint() {
                         v.fill(f32::INFINITY);
                     }
                     6 => v.copy_from_slice(&saved),
-                    8 => return Err(Error::Data("killed".into())),
+                    8 => return Err(Error::Data("killed".into()).into()),
                     _ => {}
                 }
                 Ok(())
-            })
+            })?)
         }))))
     });
     assert!(outcome.iter().all(Result::is_err));

@@ -1,4 +1,4 @@
-//! CUDA support of the engine: its GPU, kernels and graphs, optimizer steps and moving averages.
+//! CUDA support of the engine: its GPU, kernels and graphs.
 //!
 //! All work, including the optimizer's kernels, runs in the one stream of the engine's candle
 //! device, and candle frees memory in the order of that stream: so no address is used before it is
@@ -10,38 +10,30 @@
     reason = "lends tensors' addresses to an optimizer, and disables event tracking of cudarc"
 )]
 
-mod buckets;
 mod graph;
 mod inputs;
 
-use std::any::Any;
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{Device, Storage, Tensor};
-use collective::reducer::ParamInfo;
-use collective::{ProcessGroup, reducer::ReducerOptions};
-use fused_optim::candle::{lend_on_gpu, tensor};
-use fused_optim::cuda::{self, DeviceSlice, Gpu, LateRead, LaunchShape};
-use fused_optim::{Applied, DeviceParam, DeviceParams, Optimizer, Tuned};
+use candle_train::ModelTensors;
+use fused_optim::cuda::{DeviceSlice, Gpu, LateRead, LaunchShape};
+use fused_optim::{DeviceParam, Optimizer, Tuned};
 use parking_lot::Mutex;
 
-use self::buckets::{Average, Buckets};
 use self::graph::Graphs;
 use self::inputs::Copies;
 use super::CandleEngine;
 use super::model::Scalars;
-use super::on_device::{FOREIGN, failed, own};
 use super::ops::Context;
 use super::ops::cuda::{Kernels, NAMES};
 use super::ops::known_inputs::{IndexCheck, KnownInputs};
-use super::params::Tensors;
 use super::report::{EAGER, NOT_INDUCTOR};
 use crate::data::{ArrayData, Batch};
 use crate::engine::{
-    Averaged, CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceAverages,
-    DeviceBuckets, DeviceEngine, DeviceTensor, Gradient, LateValues, Losses, OptimizerStep,
-    StepContext, TensorSpec, on_device,
+    CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceEngine, LateValues, Losses,
+    StepContext, TensorSpec,
 };
 use crate::placement::OptimizerDevice;
 use crate::{Error, Result};
@@ -61,8 +53,8 @@ pub(super) struct Cuda {
 }
 
 impl Cuda {
-    /// Opens the GPU of a device; `None` for the host.
-    pub(super) fn open(device: &Device) -> Result<Option<Self>> {
+    /// Opens the GPU of a device, also for the model's tensors; `None` for the host.
+    pub(super) fn open(device: &Device, tensors: &mut ModelTensors) -> Result<Option<Self>> {
         let Device::Cuda(device) = device else { return Ok(None) };
         let failed = |e| Error::Engine(format!("opening the GPU for an optimizer: {e}"));
         // SAFETY: events order streams. This context has one stream, candle's, in which everything
@@ -72,6 +64,7 @@ impl Cuda {
         unsafe { device.disable_event_tracking() };
         let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
         gpu.keep_freed_memory().map_err(failed)?;
+        tensors.gpu = Some(gpu.clone());
         Ok(Some(Self { gpu, copies: Mutex::default(), kernels: None, graphs: None, tuned: None }))
     }
 
@@ -177,10 +170,6 @@ impl CandleEngine {
         self.cuda.as_ref().ok_or_else(|| Error::Engine("the model is on the host".to_owned()))
     }
 
-    fn on_gpu(&self) -> Result<&Gpu> {
-        self.cuda().map(|cuda| &cuda.gpu)
-    }
-
     /// Runs a training step, as a graph if `compile` asked for it.
     pub(super) fn step_or_launch(
         &mut self,
@@ -210,36 +199,6 @@ impl CandleEngine {
         let read =
             unsafe { gpu.read_later(address, 8 * names.len()) }.map_err(|e| failed_reading(&e))?;
         Ok(Losses::late(names.clone(), LateScalars(Mutex::new(read))))
-    }
-
-    /// Lends parameters and their gradients to an optimizer on the same device.
-    fn lend<R>(
-        &self,
-        grads: &[Option<Gradient<'_>>],
-        call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
-    ) -> Result<R> {
-        let (Tensors { specs, tensors }, gpu) = (&self.params, self.on_gpu()?);
-        // Device copies of host gradients, kept until the step is enqueued.
-        let mut sent = Vec::new();
-        let mut grad_at = |grad: &Gradient<'_>| match grad {
-            Gradient::Device(grad) => address_of(*grad, gpu),
-            Gradient::Host(grad) => {
-                let copy = tensor(*grad, grad.len(), &self.device);
-                let copy = copy.map_err(|e| failed("copying a gradient", e))?;
-                let at = address(&copy);
-                sent.push(copy);
-                at
-            }
-        };
-        let grads = grads.iter().map(|grad| grad.as_ref().map(&mut grad_at).transpose());
-        let grads = grads.collect::<Result<Vec<_>>>()?;
-        let tensors: Vec<_> = tensors.iter().collect();
-        let label = |index: usize| format!("`{}`", specs[index].name);
-        // SAFETY: `self`, `grads` and `sent` own the tensors. candle writes, reads and frees them
-        // in the order of the stream of `gpu` only, averages are ordered before it, and none is
-        // freed before this returns.
-        let lent = unsafe { lend_on_gpu(gpu, &tensors, label, &grads, call) };
-        Ok(lent.map_err(|e| failed("lending a tensor", e))??)
     }
 }
 
@@ -282,41 +241,11 @@ impl DeviceEngine for CandleEngine {
         self.gpu().cloned().map_or(OptimizerDevice::Host, OptimizerDevice::Cuda)
     }
 
-    fn optimizer_step(
-        &mut self,
-        step: &mut OptimizerStep<'_>,
-        grads: &[Option<Gradient<'_>>],
-    ) -> Result<Applied> {
-        let OptimizerStep { optimizer, ctl, .. } = step;
-        self.lend(grads, |lent| on_device(&mut **optimizer)?.step_on_device(lent, ctl))
-    }
-
     fn tune(&mut self, optimizer: &mut dyn Optimizer) {
         let searches = self.compiled.as_ref().is_some_and(|options| options.mode.searches());
         if let Some(cuda) = self.cuda.as_mut().filter(|_| searches) {
-            cuda.tuned = Some(tune(&self.params.specs, optimizer));
+            cuda.tuned = Some(tune(&self.tensors.params.specs, optimizer));
         }
-    }
-
-    fn buckets(
-        &self,
-        group: ProcessGroup,
-        params: Vec<(usize, ParamInfo)>,
-        options: ReducerOptions,
-    ) -> Result<Box<dyn DeviceBuckets>> {
-        Ok(Box::new(Buckets::new(self.on_gpu()?.clone(), group, params, options)?))
-    }
-
-    fn averages(&self, of: Averaged) -> Result<Box<dyn DeviceAverages>> {
-        let (params, buffers) = (&self.params.tensors[..], &self.buffers.tensors[..]);
-        let of = match of {
-            Averaged::Params => params.to_vec(),
-            Averaged::Buffers => buffers.to_vec(),
-            Averaged::Model => [params, buffers].concat(),
-        };
-        let counts: Vec<usize> = of.iter().map(Tensor::elem_count).collect();
-        let kept = cuda::Averages::new(self.on_gpu()?.clone(), &counts).map_err(averaging)?;
-        Ok(Box::new(Averages { of, kept }))
     }
 }
 
@@ -346,54 +275,4 @@ fn tune(
     });
     let each = each.collect::<Vec<_>>().join(", ");
     Ok(format!("autotuning of the optimizer: {each}"))
-}
-
-/// Moving averages of tensors on the GPU. Requires that the tensors keep their addresses.
-#[derive(Debug)]
-struct Averages {
-    of: Vec<Tensor>,
-    kept: cuda::Averages,
-}
-
-impl DeviceAverages for Averages {
-    fn update(&mut self, share: Option<f32>) -> Result<()> {
-        let of = self.of.iter().map(address).collect::<Result<Vec<_>>>()?;
-        // SAFETY: this value keeps the tensors, and candle and optimizers write them in the order
-        // of the same stream.
-        unsafe { self.kept.update(&of, share) }.map_err(averaging)
-    }
-
-    fn to_host(&self) -> Result<Vec<Vec<f32>>> {
-        self.kept.to_host().map_err(averaging)
-    }
-
-    fn load(&mut self, averages: &[Vec<f32>]) -> Result<()> {
-        self.kept.load(averages).map_err(averaging)
-    }
-}
-
-fn averaging(error: fused_optim::Error) -> Error {
-    Error::Engine(format!("averaging parameters: {error}"))
-}
-
-/// Returns the address of a gradient or average that is used in the stream of `gpu`.
-fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
-    let any: &dyn Any = grad;
-    let (at, stream) = match any.downcast_ref::<Average>() {
-        Some(average) => (average.address(), Some(average.stream())),
-        None => {
-            let tensor = own(grad)?.tensor();
-            let stream = tensor.device().as_cuda_device().map(|device| device.cuda_stream());
-            (address(&tensor)?, stream.ok())
-        }
-    };
-    match stream.as_ref() == Some(gpu.stream()) {
-        true => Ok(at),
-        false => Err(Error::Engine(FOREIGN.to_owned())),
-    }
-}
-
-/// Returns the address of a tensor.
-fn address(tensor: &Tensor) -> Result<DeviceSlice> {
-    tensor.try_into().map_err(|e| failed("lending a tensor", e))
 }

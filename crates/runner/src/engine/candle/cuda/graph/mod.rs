@@ -34,18 +34,20 @@ use std::mem::{Discriminant, discriminant};
 use std::thread::{self, ThreadId};
 
 use candle_core::Tensor;
+use fused_optim::cuda::DeviceSlice;
 use fused_optim::{FoundInf, Launches, StepCtl};
 
 use self::recording::Graph;
 use self::tensors::{Computed, Inputs, Outputs, compute, same_bits};
-use super::{address, numbers};
+use super::numbers;
 use crate::data::{Array, ArrayData, Batch};
 use crate::engine::candle::CandleEngine;
 use crate::engine::candle::gradcheck::ForwardState;
 use crate::engine::candle::ops::context::{random_position, set_random_position};
 use crate::engine::candle::ops::known_inputs::IndexCheck;
-use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext, on_device};
+use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext};
 use crate::{Error, Result};
+use train_step::on_device;
 
 /// Number of eager steps per set of shapes before the capture.
 const EAGER: usize = 2;
@@ -351,11 +353,11 @@ impl Step {
         }
         for ((index, own), (_, grad)) in own.grads.iter().zip(&computed.grads) {
             if !same_bits(own, grad)? {
-                let name = &engine.params.specs[*index].name;
+                let name = &engine.tensors.params.specs[*index].name;
                 return Ok(differs(&format!("the gradient of `{name}`")));
             }
         }
-        let own = engine.buffers.tensors.iter().zip(&engine.buffers.specs);
+        let own = engine.tensors.buffers.tensors.iter().zip(&engine.tensors.buffers.specs);
         for ((own, spec), after) in own.zip(buffers) {
             if !same_bits(own, after)? {
                 return Ok(differs(&format!("the buffer `{}`", spec.name)));
@@ -442,8 +444,10 @@ const MOST_KEPT: usize = 16;
 
 /// Addresses of weights and buffers.
 fn addresses(engine: &CandleEngine) -> Result<Vec<u64>> {
-    let all = engine.params.tensors.iter().chain(&engine.buffers.tensors);
-    all.map(|tensor| Ok(address(tensor)?.ptr)).collect()
+    let all = engine.tensors.params.tensors.iter().chain(&engine.tensors.buffers.tensors);
+    let address = |tensor: &Tensor| Ok(DeviceSlice::try_from(tensor)?.ptr);
+    let all = all.map(address).collect::<candle_core::Result<_>>();
+    all.map_err(|e| failed("lending a tensor", &e))
 }
 
 fn copying(error: candle_core::Error) -> Error {

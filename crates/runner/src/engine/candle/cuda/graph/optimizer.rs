@@ -5,12 +5,13 @@
 //! each launch of the graph.
 
 use candle_core::Tensor;
+use candle_train::OnDevice;
 use fused_optim::{DeviceParams, Launches};
+use train_step::on_device;
 
 use super::CandleEngine;
 use crate::Result;
-use crate::engine::candle::on_device::OnDevice;
-use crate::engine::{Gradient, OptimizerStep, on_device};
+use crate::engine::{Gradient, OptimizerStep};
 
 /// Gradients by parameter index.
 type Grads = [(usize, Tensor)];
@@ -40,10 +41,10 @@ fn lend<R>(
     grads: &Grads,
     call: impl FnOnce(DeviceParams<'_>) -> fused_optim::Result<R>,
 ) -> Result<R> {
-    let mut all: Vec<Option<OnDevice>> = engine.params.specs.iter().map(|_| None).collect();
+    let mut all: Vec<Option<OnDevice>> = engine.tensors.params.specs.iter().map(|_| None).collect();
     for (index, grad) in grads {
         all[*index] = Some(OnDevice::new(grad.clone()));
     }
     let all: Vec<_> = all.iter().map(|grad| grad.as_ref().map(|g| Gradient::Device(g))).collect();
-    engine.lend(&all, call)
+    Ok(engine.tensors.lend_for_step(&all, call)?)
 }

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use candle_core::{CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Tensor, bail};
+use candle_train::{OnDevice, report, set};
 use half::{bf16, f16};
 use parking_lot::Mutex;
 
@@ -12,9 +13,8 @@ use crate::data::{ArrayData, Batch};
 use crate::engine::candle::cuda::inputs::{bytes_of, write};
 use crate::engine::candle::cuda::{Cuda, checks_of};
 use crate::engine::candle::model::{self, Scalars};
-use crate::engine::candle::on_device::OnDevice;
 use crate::engine::candle::ops::known_inputs::IndexCheck;
-use crate::engine::candle::params::{Gradients, set};
+use crate::engine::candle::params::Gradients;
 use crate::engine::candle::{CandleEngine, TensorBatch};
 use crate::engine::{Losses, SharedSink};
 
@@ -29,7 +29,7 @@ impl Computed {
     pub(super) fn report(self, engine: &CandleEngine, sink: &SharedSink) -> Result<Losses> {
         let losses = engine.losses(&self.scalars)?;
         for (index, grad) in self.grads {
-            sink.lock().ready_on_device(index, Box::new(OnDevice::new(grad)))?;
+            report(sink, index, grad)?;
         }
         Ok(losses)
     }

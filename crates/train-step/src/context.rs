@@ -1,19 +1,19 @@
-//! Arguments of a training step other than the batch.
+//! Arguments of a training step other than the batch, and the receiver of its gradients.
 
 use std::fmt;
+use std::sync::Arc;
 
-use fused_optim::{Applied, DeviceOptimizer, GradStats, Optimizer, StepCtl};
+use fused_optim::{Applied, DeviceOptimizer, GradStats, Optimizer, Slice, StepCtl};
+use parking_lot::Mutex;
 
-use super::SharedSink;
-use crate::Result;
+use crate::{DeviceTensor, Result};
 
-/// Options and state of one training step, for [`Engine::train_step`](super::Engine::train_step).
+/// Options and state of one training step: of the forward and backward pass of one batch.
 pub struct StepContext<'a> {
     /// Factor of the loss that backward starts from, and therefore of every gradient.
     pub loss_scale: f32,
     /// Lower-precision type for operators under autocast; parameters and gradients keep their
-    /// types. The runner calls [`Engine::supports_autocast`](super::Engine::supports_autocast)
-    /// first.
+    /// types.
     pub autocast: Option<fused_optim::DType>,
     /// Whether gradients are averaged over ranks in this step; otherwise (`no_sync`) they are
     /// accumulated on this rank.
@@ -66,8 +66,8 @@ pub struct EngineState {
     pub seed: u64,
     /// Number of words drawn from them; with the seed it determines the next one.
     pub random_position: u64,
-    /// Fastest implementations found by autotuning in [`compile`](super::Engine::compile), as text
-    /// in a format of the engine; empty if there are none.
+    /// Fastest implementations found by autotuning of the engine, as text in a format of its own;
+    /// empty if there are none.
     pub autotune_cache: String,
 }
 
@@ -79,7 +79,7 @@ pub struct OptimizerStep<'a> {
     /// Options of the step.
     pub ctl: StepCtl,
     /// Whether an engine may run the step before it reports gradients. A
-    /// [`ModelWrapper`](crate::model::ModelWrapper) sets it if it passes the gradients of this pass
+    /// [`ModelWrapper`](crate::ModelWrapper) sets it if it passes the gradients of this pass
     /// to the optimizer unchanged; a wrapper that changes gradients clears it.
     pub may_join_backward: bool,
     /// Result of the step if an engine has run it.
@@ -87,9 +87,11 @@ pub struct OptimizerStep<'a> {
 }
 
 /// Returns an optimizer's interface to device memory.
-pub(crate) fn on_device(
-    optimizer: &mut dyn Optimizer,
-) -> fused_optim::Result<&mut dyn DeviceOptimizer> {
+///
+/// # Errors
+///
+/// [`Unsupported`](fused_optim::Error::Unsupported) for an optimizer on the host.
+pub fn on_device(optimizer: &mut dyn Optimizer) -> fused_optim::Result<&mut dyn DeviceOptimizer> {
     let what = "a step on device memory";
     optimizer.as_device().ok_or(fused_optim::Error::Unsupported { what })
 }
@@ -110,3 +112,29 @@ impl<'a> OptimizerStep<'a> {
         Ok(device.grad_stats(&self.ctl)?)
     }
 }
+
+/// Receives gradients during backward.
+pub trait GradSink: Send {
+    /// Takes the complete, contiguous gradient of parameter `index`, with the parameter's type and
+    /// shape. Called at most once per parameter and backward pass, on the thread that runs the
+    /// step; the slice is valid for the call only.
+    ///
+    /// # Errors
+    ///
+    /// Those of the sink, such as communication errors; backward has to stop then, and the error to
+    /// be returned unchanged.
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()>;
+
+    /// As [`ready`](Self::ready), for a gradient in device memory, which the sink may keep. The
+    /// default copies it to the host and calls [`ready`](Self::ready).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`ready`](Self::ready), and of the copy.
+    fn ready_on_device(&mut self, index: usize, grad: Box<dyn DeviceTensor>) -> Result<()> {
+        self.ready(index, grad.to_host()?.as_slice())
+    }
+}
+
+/// A sink shared by the model wrapper, its owner, and the engine, which calls it.
+pub type SharedSink = Arc<Mutex<dyn GradSink>>;

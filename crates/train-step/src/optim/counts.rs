@@ -10,9 +10,7 @@
 use fused_optim::Slice;
 use half::{bf16, f16};
 
-use crate::engine::{DeviceTensor, GradSink, SharedSink};
-use crate::model::ModelWrapper;
-use crate::{Error, Result};
+use crate::{DeviceTensor, Error, GradSink, ModelWrapper, Result, SharedSink};
 
 /// Counts of the batches since the last step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -45,31 +43,23 @@ impl LossCounts {
         &mut self,
         count: Option<f64>,
         divisor: f64,
-        model: &dyn ModelWrapper,
+        wrapper: &dyn ModelWrapper,
     ) -> Result<f64> {
         self.divisor = divisor;
         if self.counted.replace(count.is_some()).is_some_and(|was| was != count.is_some()) {
-            return Err(Error::Engine(
-                "`loss_count` is known for some batches of a step only: return it for all or for none; after a \
-                 change of the model resume from a checkpoint between two steps"
-                    .to_owned(),
-            ));
+            return Err(Error::MixedCounts { within_step: true });
         }
         // The ranks exchange counts: one whose answer changed alone would leave the others waiting.
         if self.known.replace(count.is_some()).is_some_and(|was| was != count.is_some()) {
-            return Err(Error::Engine(
-                "`loss_count` is known for some batches only: return it for all batches of a run, or for none"
-                    .to_owned(),
-            ));
+            return Err(Error::MixedCounts { within_step: false });
         }
         let Some(count) = count else { return Ok(1.0) };
         if !(count >= 0.0 && count.is_finite()) {
-            let why = "it must be finite and not negative";
-            return Err(Error::Engine(format!("invalid `loss_count` {count}: {why}")));
+            return Err(Error::InvalidCount { count });
         }
         self.pending += count;
         if self.unit.is_none() {
-            let mean = model.mean_over_ranks(count)?;
+            let mean = wrapper.mean_over_ranks(count)?;
             self.unit = (mean > 0.0).then(|| mean.log2().round().clamp(-60.0, 60.0).exp2());
         }
         let unit = self.unit.unwrap_or(1.0);
@@ -77,11 +67,11 @@ impl LossCounts {
     }
 
     /// Returns the factor of the averaged gradients of the step; every rank calls it.
-    pub(super) fn step_factor(&self, model: &dyn ModelWrapper) -> Result<f64> {
+    pub(super) fn step_factor(&self, wrapper: &dyn ModelWrapper) -> Result<f64> {
         if self.counted != Some(true) {
             return Ok(1.0);
         }
-        let mean = model.mean_over_ranks(self.pending)?;
+        let mean = wrapper.mean_over_ranks(self.pending)?;
         let unit = self.unit.unwrap_or(1.0);
         // Without any token the gradients are zero.
         Ok(if mean > 0.0 { self.divisor * unit / mean } else { 1.0 })
@@ -93,10 +83,10 @@ impl LossCounts {
     }
 
     /// Returns the counts for a checkpoint; `None` if no batch has had one. Every rank calls it.
-    pub(super) fn save(&self, model: &dyn ModelWrapper) -> Result<Option<PendingCounts>> {
+    pub(super) fn save(&self, wrapper: &dyn ModelWrapper) -> Result<Option<PendingCounts>> {
         let Some(unit) = self.unit else { return Ok(None) };
         let is_pending = self.counted == Some(true);
-        let mean = is_pending.then(|| model.mean_over_ranks(self.pending)).transpose()?;
+        let mean = is_pending.then(|| wrapper.mean_over_ranks(self.pending)).transpose()?;
         Ok(Some(PendingCounts { unit, mean }))
     }
 
@@ -113,7 +103,7 @@ impl LossCounts {
     }
 }
 
-/// Factor of the loss of a batch without tokens, which must not count: an engine needs a positive
+/// Factor of the loss of a batch without tokens, which must not count: a loss needs a positive
 /// factor.
 const NOTHING: f64 = 1.0 / (1_u64 << 60) as f64;
 

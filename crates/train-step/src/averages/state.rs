@@ -62,5 +62,5 @@ pub(super) fn load(reducers: &mut [Reducer], bytes: &[u8]) -> Result<()> {
 }
 
 fn bad(error: impl std::fmt::Display) -> Error {
-    Error::Checkpoint(format!("the model wrapper's state: {error}"))
+    Error::WrapperState { reason: error.to_string() }
 }

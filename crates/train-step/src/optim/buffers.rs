@@ -9,10 +9,8 @@ use std::borrow::Cow;
 
 use fused_optim::{Slice, SliceMut};
 
-use crate::Result;
-use crate::engine::{Averaged, DeviceAverages, Engine, HostTensor, round_into, to_f32};
-
-use super::has_non_finite;
+use crate::model::{has_non_finite, round_into, to_f32};
+use crate::{Averaged, DeviceAverages, HostTensor, Model, Result};
 
 /// A model's buffers before a batch.
 #[derive(Debug)]
@@ -30,14 +28,14 @@ impl BuffersBefore {
     }
 
     /// Copies the buffers; if the optimizer steps on a device, there and in order of its stream.
-    pub(super) fn keep(&mut self, engine: &mut dyn Engine, steps_there: bool) -> Result<()> {
-        if engine.buffers().is_empty() {
+    pub(super) fn keep(&mut self, model: &mut dyn Model, steps_there: bool) -> Result<()> {
+        if model.buffers().is_empty() {
             return Ok(());
         }
         if let Self::Device([before, _]) = self {
             return before.update(None);
         }
-        if let Some(device) = engine.device().filter(|_| steps_there) {
+        if let Some(device) = model.on_device().filter(|_| steps_there) {
             let mut copies =
                 [device.averages(Averaged::Buffers)?, device.averages(Averaged::Buffers)?];
             copies[0].update(None)?;
@@ -45,7 +43,7 @@ impl BuffersBefore {
             return Ok(());
         }
         let Self::Host(copies) = self else { return Ok(()) };
-        engine.with_buffers(&mut |buffers| {
+        model.with_buffers(&mut |buffers| {
             copies.resize_with(buffers.len(), || HostTensor::F32(Vec::new()));
             copies.iter_mut().zip(&*buffers).for_each(|(copy, buffer)| fill(copy, buffer));
             Ok(())
@@ -53,13 +51,13 @@ impl BuffersBefore {
     }
 
     /// Returns whether a buffer is not finite.
-    pub(super) fn has_non_finite(&mut self, engine: &mut dyn Engine) -> Result<bool> {
+    pub(super) fn has_non_finite(&mut self, model: &mut dyn Model) -> Result<bool> {
         if let Self::Device([_, present]) = self {
             present.update(None)?;
-            return Ok(present.to_host()?.iter().any(|copy| ::amp::has_non_finite(copy)));
+            return Ok(present.to_host()?.iter().any(|copy| amp::has_non_finite(copy)));
         }
         let mut found = false;
-        engine.with_buffers(&mut |buffers| {
+        model.with_buffers(&mut |buffers| {
             found = buffers.iter().any(|buffer| has_non_finite(buffer.as_slice()));
             Ok(())
         })?;
@@ -67,8 +65,8 @@ impl BuffersBefore {
     }
 
     /// Restores the buffers.
-    pub(super) fn restore(&self, engine: &mut dyn Engine) -> Result<()> {
-        if engine.buffers().is_empty() {
+    pub(super) fn restore(&self, model: &mut dyn Model) -> Result<()> {
+        if model.buffers().is_empty() {
             return Ok(());
         }
         let copies = match self {
@@ -77,7 +75,7 @@ impl BuffersBefore {
                 Cow::Owned(before.to_host()?.into_iter().map(HostTensor::F32).collect())
             }
         };
-        engine.with_buffers(&mut |buffers| {
+        model.with_buffers(&mut |buffers| {
             buffers.iter_mut().zip(&*copies).for_each(|(buffer, copy)| write(buffer, copy));
             Ok(())
         })
@@ -115,7 +113,7 @@ mod tests {
     use half::f16;
 
     use super::*;
-    use crate::testing::{FakeEngine, Values};
+    use crate::testing::{FakeModel, Values};
 
     #[test]
     fn copies_are_allocated_once_and_restore_each_type() {
@@ -124,7 +122,7 @@ mod tests {
             ("mean", Values::F32(vec![1.0, f32::MIN_POSITIVE / 4.0])),
             ("half", Values::F16(vec![nan, f16::ONE])),
         ];
-        let mut engine = FakeEngine::new(&[], &buffers);
+        let mut model = FakeModel::new(&[], &buffers);
         let mut kept = BuffersBefore::new();
         let addresses = |kept: &BuffersBefore| match kept {
             BuffersBefore::Host(copies) => copies
@@ -137,17 +135,17 @@ mod tests {
                 .collect::<Vec<_>>(),
             BuffersBefore::Device(_) => panic!("on a device"),
         };
-        kept.keep(&mut engine, false).unwrap();
+        kept.keep(&mut model, false).unwrap();
         let first = addresses(&kept);
         for value in [2.0, 3.0] {
-            engine.buffers[0] = Values::F32(vec![value; 2]);
-            kept.keep(&mut engine, false).unwrap();
+            model.buffers[0] = Values::F32(vec![value; 2]);
+            kept.keep(&mut model, false).unwrap();
             assert_eq!(addresses(&kept), first);
-            engine.buffers[0] = Values::F32(vec![f32::NAN; 2]);
-            engine.buffers[1] = Values::F16(vec![f16::ZERO; 2]);
-            kept.restore(&mut engine).unwrap();
-            assert_eq!(engine.buffers[0], Values::F32(vec![value; 2]));
-            let Values::F16(half) = &engine.buffers[1] else { panic!("not f16") };
+            model.buffers[0] = Values::F32(vec![f32::NAN; 2]);
+            model.buffers[1] = Values::F16(vec![f16::ZERO; 2]);
+            kept.restore(&mut model).unwrap();
+            assert_eq!(model.buffers[0], Values::F32(vec![value; 2]));
+            let Values::F16(half) = &model.buffers[1] else { panic!("not f16") };
             assert_eq!([half[0].to_bits(), half[1].to_bits()], [0x7e01, 0x3c00]);
         }
     }

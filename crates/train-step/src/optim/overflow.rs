@@ -1,7 +1,7 @@
 //! Detects overflows that averaged gradients do not show, on a device whose f16 saturates.
 //!
 //! Such a device replaces infinities by its largest number, also in averages of 16-bit gradients.
-//! So every gradient is checked when the engine reports it, and the device's overflow flag is read
+//! So every gradient is checked when it is reported, and the device's overflow flag is read
 //! before the step; the source combines both to a result that is equal on all ranks.
 
 use std::fmt;
@@ -10,9 +10,11 @@ use std::sync::Arc;
 use fused_optim::Slice;
 use parking_lot::Mutex;
 
-use crate::Result;
-use crate::engine::{GradSink, SharedSink};
-use crate::placement::Overflows;
+use crate::model::has_non_finite;
+use crate::{Error, GradSink, Result, SharedSink};
+
+/// Detects overflows that do not show in values.
+pub type Overflows = Box<dyn amp::OverflowSource<Error = Error> + Send>;
 
 /// Checks the gradients of one step.
 pub(super) struct OverflowCheck {
@@ -50,15 +52,6 @@ impl fmt::Debug for OverflowCheck {
     }
 }
 
-/// Returns whether any of these numbers is infinite or NaN.
-pub(crate) fn has_non_finite(slice: Slice<'_>) -> bool {
-    match slice {
-        Slice::F32(values) => ::amp::has_non_finite(values),
-        Slice::F16(values) => ::amp::has_non_finite(values),
-        Slice::Bf16(values) => ::amp::has_non_finite(values),
-    }
-}
-
 /// Checks each gradient and passes it on.
 struct CheckedSink {
     inner: SharedSink,
@@ -74,23 +67,19 @@ impl GradSink for CheckedSink {
 
 #[cfg(test)]
 mod tests {
-    use ::amp::LossScaler;
+    use amp::LossScaler;
     use collective::reducer::ReducerOptions;
     use fused_optim::{Applied, Sgd, SgdHyper};
     use half::f16;
 
-    use crate::data::Batch;
-    use crate::engine::{Engine, EngineState};
-    use crate::model::DistributedDataParallel;
-    use crate::optim_wrapper::OptimWrapper;
-    use crate::testing::{FakeEngine, Values, group};
-    use crate::{Error, Result};
+    use crate::testing::{FakeModel, Values, group};
+    use crate::{DistributedDataParallel, Error, Model, OptimWrapper, Result};
 
     /// A device: its overflow flag, and the calls made.
     #[derive(Clone, Default)]
     struct Device(std::sync::Arc<parking_lot::Mutex<(bool, Vec<String>)>>);
 
-    impl ::amp::OverflowSource for Device {
+    impl amp::OverflowSource for Device {
         type Error = Error;
 
         fn clear(&mut self) -> Result<()> {
@@ -109,9 +98,9 @@ mod tests {
 
     #[test]
     fn overflow_in_gradients_or_flag_skips_one_step() {
-        let mut engine = FakeEngine::new(&[("w", Values::F16(vec![f16::ONE; 2]))], &[]);
+        let mut model = FakeModel::new(&[("w", Values::F16(vec![f16::ONE; 2]))], &[]);
         let options = ReducerOptions::default();
-        let mut model = DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+        let mut wrapper = DistributedDataParallel::new(group(), model.params(), options).unwrap();
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
         let device = Device::default();
         let mut optim = OptimWrapper::new(Box::new(sgd), 2)
@@ -128,10 +117,8 @@ mod tests {
             (0.25, false),
             (0.25, false),
         ] {
-            engine.gradient = gradient;
-            let update = optim
-                .update_params(&mut engine, &mut model, &Batch::new(), &mut EngineState::default())
-                .unwrap();
+            model.gradient = gradient;
+            let update = model.update(&mut wrapper, &mut optim, None).unwrap();
             applied.extend(update.applied);
             device.0.lock().0 |= flag;
         }

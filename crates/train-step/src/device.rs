@@ -1,63 +1,12 @@
-//! Interface of an engine on a device: gradients, averages and optimizer steps in device memory.
+//! Gradients and averages in device memory.
 
 use std::any::Any;
 use std::fmt;
 
-use collective::reducer::ParamInfo;
-use collective::{ProcessGroup, reducer::ReducerOptions};
-use fused_optim::{Applied, DType, GradStats, Optimizer, Slice};
+use fused_optim::{DType, GradStats, Slice};
 use half::{bf16, f16};
 
-use super::OptimizerStep;
 use crate::Result;
-use crate::placement::{ComputeDevice, OptimizerDevice};
-
-/// An engine whose parameters, buffers and batches are on a device.
-pub trait DeviceEngine {
-    /// Returns the device.
-    fn compute_device(&self) -> ComputeDevice;
-
-    /// Returns the handle for optimizers of this device: the stream in which this engine computes.
-    fn optimizer_device(&self) -> OptimizerDevice;
-
-    /// Runs an optimizer step on the parameters in device memory, with gradients in their order.
-    /// Gradients on the host are copied to the device.
-    ///
-    /// # Errors
-    ///
-    /// Those of the optimizer; [`Error::Engine`](crate::Error::Engine) for a gradient of another
-    /// engine.
-    fn optimizer_step(
-        &mut self,
-        step: &mut OptimizerStep<'_>,
-        grads: &[Option<Gradient<'_>>],
-    ) -> Result<Applied>;
-
-    /// Autotunes the kernel launches of an optimizer of this device, if
-    /// [`compile`](super::Engine::compile) asked for autotuning. The
-    /// [report](super::Engine::compile_report) has the outcome; results do not depend on it.
-    fn tune(&mut self, optimizer: &mut dyn Optimizer);
-
-    /// Creates buckets that average the gradients of `params`, by their index in the model, over
-    /// the ranks of a group on this device; every rank calls it.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`collective::reducer::DeviceReducer::new`].
-    fn buckets(
-        &self,
-        group: ProcessGroup,
-        params: Vec<(usize, ParamInfo)>,
-        options: ReducerOptions,
-    ) -> Result<Box<dyn DeviceBuckets>>;
-
-    /// Creates moving averages of some of the model's tensors in device memory.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Engine`](crate::Error::Engine) if the device fails.
-    fn averages(&self, of: Averaged) -> Result<Box<dyn DeviceAverages>>;
-}
 
 /// Tensors of a model that are averaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +38,7 @@ pub trait DeviceTensor: Any + Send + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine) if the device fails, or for a tensor of another
+    /// [`Error::Model`](crate::Error::Model) if the device fails, or for a tensor of another
     /// engine, type or length.
     fn add(&mut self, term: &dyn DeviceTensor) -> Result<()>;
 
@@ -97,7 +46,7 @@ pub trait DeviceTensor: Any + Send + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine) if the device fails.
+    /// [`Error::Model`](crate::Error::Model) if the device fails.
     fn to_host(&self) -> Result<HostTensor>;
 }
 
@@ -140,7 +89,7 @@ pub trait DeviceBuckets: Send + fmt::Debug {
     /// # Errors
     ///
     /// Those of [`collective::reducer::DeviceReducer::ready`];
-    /// [`Error::Engine`](crate::Error::Engine) for a gradient of another engine.
+    /// [`Error::Model`](crate::Error::Model) for a gradient of another engine.
     fn ready(&mut self, index: usize, grad: &dyn DeviceTensor) -> Result<()>;
 
     /// Ends the pass: later work of the engine, or of an optimizer in its stream, is ordered after
@@ -155,6 +104,9 @@ pub trait DeviceBuckets: Send + fmt::Debug {
     /// [`zero_grad`](Self::zero_grad) had any.
     fn grad(&self, index: usize) -> Option<&dyn DeviceTensor>;
 
+    /// Returns whether [`finish`](Self::finish) waits for a gradient of parameter `index`.
+    fn needs_gradient(&self, index: usize) -> bool;
+
     /// Discards the averages.
     fn zero_grad(&mut self);
 }
@@ -167,21 +119,21 @@ pub trait DeviceAverages: Send + fmt::Debug {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine) if the device fails.
+    /// [`Error::Model`](crate::Error::Model) if the device fails.
     fn update(&mut self, share: Option<f32>) -> Result<()>;
 
     /// Copies the averages to the host. Waits for the device.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine) if the device fails.
+    /// [`Error::Model`](crate::Error::Model) if the device fails.
     fn to_host(&self) -> Result<Vec<Vec<f32>>>;
 
     /// Sets the averages.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`](crate::Error::Engine) if the device fails, or if number or lengths differ.
+    /// [`Error::Model`](crate::Error::Model) if the device fails, or if number or lengths differ.
     fn load(&mut self, averages: &[Vec<f32>]) -> Result<()>;
 }
 

@@ -22,11 +22,11 @@ use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 
 use super::{ModelWrapper, WrapperFactory, state};
-use crate::engine::{
-    DeviceBuckets, DeviceTensor, Engine, GradSink, Gradient, OptimizerStep, SharedSink,
-    StepContext, TensorSpec, broadcast, type_of,
+use crate::model::{broadcast, type_of};
+use crate::{
+    DeviceBuckets, DeviceTensor, Error, GradSink, Gradient, Model, OptimizerStep, Result,
+    SharedSink, StepContext, TensorSpec,
 };
-use crate::{Error, Result};
 
 /// Data parallelism: every rank holds the whole model and computes on its own share of each batch.
 /// With one rank it only stores gradients.
@@ -46,7 +46,7 @@ struct Inner {
     route: Vec<(usize, usize)>,
     dtypes: Vec<DType>,
     options: ReducerOptions,
-    /// Gradients on the engine's device that have not been averaged.
+    /// Gradients on the model's device that have not been averaged.
     kept: Vec<Option<Box<dyn DeviceTensor>>>,
     /// Whether there is nothing to average: one rank, and no communication hook.
     alone: bool,
@@ -156,9 +156,7 @@ impl DistributedDataParallel {
         let key = i64::try_from(group.rank()).unwrap_or(i64::MAX);
         let split = |(_, indices)| match group.split(Some(0), key)? {
             Some(group) => Ok((group, indices)),
-            None => Err(Error::Config(
-                "splitting the process group returned no group for this rank".to_owned(),
-            )),
+            None => Err(Error::NoGroup),
         };
         let parts = parts.into_iter().map(split).collect::<Result<_>>()?;
         Self::over(parts, params, options)
@@ -197,8 +195,27 @@ impl DistributedDataParallel {
         Ok(Self { inner, group: None, buffers_due: true })
     }
 
-    /// Returns a factory with default options, for
-    /// [`RunnerBuilder::model_wrapper`](crate::RunnerBuilder::model_wrapper).
+    /// Returns whether parameter `index` has a gradient since the last
+    /// [`zero_grad`](ModelWrapper::zero_grad).
+    #[must_use]
+    pub fn has_gradient(&self, index: usize) -> bool {
+        self.inner.lock().gradient(index).is_some()
+    }
+
+    /// Returns whether [`finish`](ModelWrapper::finish) waits for a gradient of parameter `index`,
+    /// in a pass that has not reported it; with
+    /// [`static_graph`](ReducerOptions::static_graph), whether its graph uses the parameter.
+    #[must_use]
+    pub fn needs_gradient(&self, index: usize) -> bool {
+        let inner = self.inner.lock();
+        let (part, at) = inner.route[index];
+        match inner.buckets.get(part).filter(|_| inner.sync) {
+            Some(buckets) => buckets.needs_gradient(at),
+            None => inner.reducers[part].needs_gradient(at),
+        }
+    }
+
+    /// Returns a factory with default options.
     #[must_use]
     pub fn factory() -> WrapperFactory {
         Box::new(|group, params| Ok(Box::new(Self::new(group, params, ReducerOptions::default())?)))
@@ -259,12 +276,12 @@ impl ModelWrapper for DistributedDataParallel {
         self.inner.clone()
     }
 
-    fn prepare(&mut self, engine: Option<&mut dyn Engine>, cx: &mut StepContext<'_>) -> Result<()> {
+    fn prepare(&mut self, model: Option<&mut dyn Model>, cx: &mut StepContext<'_>) -> Result<()> {
         self.inner.lock().prepare(cx)?;
-        let Some(engine) = engine else { return Ok(()) };
+        let Some(model) = model else { return Ok(()) };
         let due = std::mem::replace(&mut self.buffers_due, cx.sync);
         let Some(group) = self.group.as_ref().filter(|_| due) else { return Ok(()) };
-        engine.with_buffers(&mut |buffers| {
+        model.with_buffers(&mut |buffers| {
             buffers.iter_mut().try_for_each(|buffer| broadcast(group, buffer))
         })
     }
@@ -281,25 +298,26 @@ impl ModelWrapper for DistributedDataParallel {
         visit(&(0..inner.route.len()).map(|index| inner.gradient(index)).collect::<Vec<_>>())
     }
 
-    fn place(&mut self, engine: &mut dyn Engine) -> Result<()> {
+    fn place(&mut self, model: &mut dyn Model) -> Result<()> {
         let inner = &mut *self.inner.lock();
         let is_there = |reducer: &Reducer| reducer.group().backend_name() == "nccl";
         if inner.alone || !inner.reducers.iter().all(is_there) {
             return Ok(());
         }
-        let what = match &inner.options {
-            ReducerOptions { static_graph: true, .. } => "static_graph",
-            ReducerOptions { comm_hook: CommHook::PowerSgd(_), .. } => "comm_hook = \"powerSGD\"",
-            _ => "",
+        let option = match &inner.options {
+            ReducerOptions { static_graph: true, .. } => Some("static_graph"),
+            ReducerOptions {
+                comm_hook: CommHook::AllReduce | CommHook::Fp16Compress | CommHook::Bf16Compress,
+                ..
+            } => None,
+            // It alone keeps memory.
+            _ => Some("comm_hook = \"powerSGD\""),
         };
-        if !what.is_empty() {
-            return Err(Error::Config(format!(
-                "device = \"cuda\": averaging gradients by NCCL does not support `{what}`: remove it, or \
-                 average on the host with env_cfg.dist_cfg.backend = \"host\""
-            )));
+        if let Some(option) = option {
+            return Err(Error::NotOnDevice { option });
         }
-        let params: Vec<ParamInfo> = engine.params().iter().map(info).collect();
-        let Some(device) = engine.device() else { return Ok(()) };
+        let params: Vec<ParamInfo> = model.params().iter().map(info).collect();
+        let Some(device) = model.on_device() else { return Ok(()) };
         for (part, reducer) in inner.reducers.iter().enumerate() {
             let own = params.iter().cloned().enumerate();
             let own = own.filter(|(index, _)| inner.route[*index].0 == part).collect();
@@ -333,7 +351,7 @@ impl ModelWrapper for DistributedDataParallel {
         let inner = self.inner.lock();
         let mut buckets =
             inner.reducers.iter().filter_map(Reducer::state_dict).flat_map(|s| s.buckets);
-        buckets.all(|of| !::amp::has_non_finite(&of.q) && !::amp::has_non_finite(&of.error))
+        buckets.all(|of| !amp::has_non_finite(&of.q) && !amp::has_non_finite(&of.error))
     }
 
     fn state_dict(&self) -> Result<Vec<u8>> {
@@ -350,9 +368,8 @@ mod tests {
     use std::any::Any;
 
     use super::*;
-    use crate::engine::{EngineState, HostTensor};
-    use crate::model::with_host_grads;
-    use crate::testing::{FakeEngine, Values, group};
+    use crate::testing::{FakeModel, Values, group};
+    use crate::{EngineState, HostTensor, with_host_grads};
 
     /// A gradient on a device, and the number of copies made to the host.
     #[derive(Clone, Debug)]
@@ -387,8 +404,8 @@ mod tests {
     }
 
     fn wrapper(options: ReducerOptions) -> DistributedDataParallel {
-        let engine = FakeEngine::new(&[("w", Values::F32(vec![0.0; 2]))], &[]);
-        DistributedDataParallel::new(group(), engine.params(), options).unwrap()
+        let model = FakeModel::new(&[("w", Values::F32(vec![0.0; 2]))], &[]);
+        DistributedDataParallel::new(group(), model.params(), options).unwrap()
     }
 
     fn begin(model: &mut DistributedDataParallel, sync: bool) {

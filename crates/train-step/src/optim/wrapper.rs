@@ -1,7 +1,7 @@
 //! `OptimWrapper`: an optimizer with gradient accumulation, clipping and optional mixed precision.
 //!
 //! There are two kinds of mixed precision. Under autocast parameters, gradients and the optimizer
-//! are in `f32`, and the engine runs each operator in the type of its list, as in PyTorch and
+//! are in `f32`, and each operator runs in the type of its list, as in PyTorch and
 //! MMEngine. With half parameters the model computes in half precision throughout, and the
 //! optimizer keeps `f32` master weights: this halves the memory of the model and the bytes of
 //! gradients sent, and needs no support by operators.
@@ -14,10 +14,11 @@
 //! wrapper's share of later gradients follows the scale. On a device that saturates, an
 //! `OverflowCheck` detects infinities before they reach it.
 
+use std::fmt::Display;
 use std::sync::Arc;
 
-use ::amp::LossScaler;
-use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, ParamMut, StepCtl};
+use amp::LossScaler;
+use fused_optim::{Applied, Clip, DType, FoundInf, Optimizer, StepCtl};
 use parking_lot::Mutex;
 use serde_json::Value;
 use tracing::debug_span;
@@ -25,14 +26,13 @@ use tracing::debug_span;
 use super::buffers::BuffersBefore;
 use super::counts::{LossCounts, PendingCounts, ZeroSink};
 use super::overflow::OverflowCheck;
-use super::{Accumulation, Member, OptimWrapperState, OptimizerDict, Update};
-use crate::data::Batch;
-use crate::engine::{Engine, EngineState, OptimizerStep, StepContext, TensorSpec, to_f32};
-use crate::model::{ModelWrapper, with_host_grads};
-use crate::placement::Overflows;
-use crate::{Error, Result};
+use super::{Member, OptimWrapperState, OptimizerDict, Overflows, Update};
+use crate::{
+    Accumulation, EngineState, Error, Model, ModelWrapper, OptimizerStep, Result, StepContext,
+    first_non_finite,
+};
 
-/// Drives an optimizer: accumulation, loss scale, clipping. It is `OptimWrapper` in configurations,
+/// Drives an optimizer: accumulation, loss scale, clipping. It is MMEngine's `OptimWrapper`,
 /// or with [mixed precision](Self::with_mixed_precision) `AmpOptimWrapper`.
 #[derive(Debug)]
 #[doc(alias = "AmpOptimWrapper")]
@@ -42,7 +42,7 @@ pub struct OptimWrapper {
     scaler: LossScaler,
     /// Whether a step with non-finite gradients is skipped.
     is_mixed: bool,
-    pub(super) clip: Option<Clip>,
+    clip: Option<Clip>,
     parts: Vec<(String, usize)>,
     autocast: Option<DType>,
     overflow: Option<OverflowCheck>,
@@ -58,7 +58,7 @@ pub struct OptimWrapper {
 }
 
 /// Default of [`with_max_consecutive_skips`](OptimWrapper::with_max_consecutive_skips).
-pub(super) const MAX_CONSECUTIVE_SKIPS: usize = 100;
+pub const MAX_CONSECUTIVE_SKIPS: usize = 100;
 
 impl OptimWrapper {
     /// Wraps `optimizer`; it steps every `accumulative_counts` batches, with unscaled gradients.
@@ -83,7 +83,7 @@ impl OptimWrapper {
     }
 
     /// Wraps an optimizer for each part of the model.
-    pub(super) fn of_members(members: Vec<Member>, accumulative_counts: usize) -> Self {
+    pub fn of_members(members: Vec<Member>, accumulative_counts: usize) -> Self {
         let parts = members.iter().map(|m| (m.name.clone(), m.optimizer.group_count())).collect();
         Self::new(Box::new(OptimizerDict::new(members)), accumulative_counts).with_parts(parts)
     }
@@ -120,7 +120,7 @@ impl OptimWrapper {
         self
     }
 
-    /// Runs the engine under autocast, with `dtype` as lower precision; with `None`, the default,
+    /// Runs forward under autocast, with `dtype` as lower precision; with `None`, the default,
     /// in the parameters' own type.
     #[must_use]
     #[doc(alias = "optim_context")]
@@ -153,6 +153,12 @@ impl OptimWrapper {
     #[must_use]
     pub fn parts(&self) -> &[(String, usize)] {
         &self.parts
+    }
+
+    /// Returns how gradients are clipped.
+    #[must_use]
+    pub const fn clip(&self) -> Option<Clip> {
+        self.clip
     }
 
     /// Returns the state of gradient accumulation.
@@ -205,13 +211,17 @@ impl OptimWrapper {
     }
 
     /// Returns hyper-parameters by group, in the format of the optimizer's state dict.
-    pub(crate) fn hyper_params(&self) -> Result<Value> {
+    ///
+    /// # Errors
+    ///
+    /// Those of the optimizer's device.
+    pub fn hyper_params(&self) -> Result<Value> {
         let groups = self.optimizer.state_dict()?.param_groups;
-        serde_json::from_str(&groups).map_err(|e| Error::Config(format!("param_groups: {e}")))
+        serde_json::from_str(&groups).map_err(|e| super::dict::invalid(e.to_string()).into())
     }
 
     /// Returns the options that must be equal on all ranks, by name.
-    pub(crate) fn options(&self, hyper_params: &Value) -> Vec<(String, String)> {
+    pub fn options(&self, hyper_params: &Value) -> Vec<(String, String)> {
         let mut options = vec![
             ("the optimizer".to_owned(), self.optimizer.kind().to_owned()),
             ("accumulative_counts".to_owned(), self.accumulation.counts().to_string()),
@@ -233,73 +243,69 @@ impl OptimWrapper {
     /// this wrapper lacks; the wrapper is then unchanged.
     pub fn load_state_dict(&mut self, state: &OptimWrapperState) -> Result<()> {
         if !self.is_mixed && state.loss_scaler.is_some() {
-            return Err(Error::Checkpoint(
-                "the checkpoint contains a loss scaler: it was saved with AmpOptimWrapper, but this run uses OptimWrapper"
-                    .into(),
-            ));
+            return Err(Error::SavedScaler);
         }
         let mut restored = self.scaler.clone();
-        restored.load_state_dict(state.loss_scaler.as_ref()).map_err(|why| {
-            let hint = match state.loss_scaler {
-                None => ": this run scales its loss, but the run that saved the checkpoint did not (OptimWrapper, or \
-                         AmpOptimWrapper without a loss scale): take the model alone with `load_from`",
-                Some(_) => "",
-            };
-            Error::Checkpoint(format!("`loss_scaler`: {why}{hint}"))
+        restored.load_state_dict(state.loss_scaler.as_ref()).map_err(|source| {
+            Error::OtherScaler { is_missing: state.loss_scaler.is_none(), source }
         })?;
         self.optimizer.load_state_dict(&state.optimizer)?;
         (self.scaler, self.skipped) = (restored, state.skipped);
         Ok(())
     }
 
-    /// Trains on one batch: forward, backward, and the optimizer step if it is due. `state` is the
-    /// engine's.
+    /// Trains on one batch: `run` runs forward and backward, and the optimizer steps if it is due.
+    /// `state` is that of the program that runs them.
     ///
-    /// If the engine knows the [count](Engine::loss_count) that a loss is the mean of, a step is
-    /// the mean over all of its tokens, over batches and ranks; otherwise each batch has the same
-    /// weight.
+    /// `count` is the number of tokens, or samples, that the loss of the batch is the mean of. If
+    /// known, a step is the mean over all of its tokens, over batches and ranks; otherwise each
+    /// batch has the same weight. It has to be known for all batches of a run and on all ranks, or
+    /// for none.
+    ///
+    /// `run` reports each gradient, multiplied by [`loss_scale`](StepContext::loss_scale), to the
+    /// [`sink`](StepContext::sink) of its context. It may run the context's [`OptimizerStep`] if
+    /// that permits it.
     ///
     /// # Errors
     ///
-    /// Those of the engine, of communication, and of the optimizer; a loss scale that has reached
-    /// its minimum; [`Error::Diverged`] after too many skipped steps in a row; [`Error::Engine`] if
+    /// Those of `run`, of communication, and of the optimizer; a loss scale that has reached its
+    /// minimum; [`Error::Skipped`] after too many skipped steps in a row; [`Error::NoGradients`] if
     /// no parameter has a gradient. After an error each later call is [`Error::Spent`], because
     /// gradients of the failed batch may be left.
-    pub fn update_params(
+    pub fn update_params<M: Model + ?Sized, R, E: From<Error> + Display>(
         &mut self,
-        engine: &mut dyn Engine,
-        model: &mut dyn ModelWrapper,
-        batch: &Batch,
+        (model, wrapper): (&mut M, &mut dyn ModelWrapper),
+        count: Option<f64>,
         state: &mut EngineState,
-    ) -> Result<Update> {
-        self.unless_spent(|optim| optim.update(engine, model, batch, state))
+        run: impl FnOnce(&mut M, &mut StepContext<'_>) -> Result<R, E>,
+    ) -> Result<Update<R>, E> {
+        self.unless_spent(|optim| optim.update((model, wrapper), count, state, run))
     }
 
-    fn update(
+    fn update<M: Model + ?Sized, R, E: From<Error>>(
         &mut self,
-        engine: &mut dyn Engine,
-        model: &mut dyn ModelWrapper,
-        batch: &Batch,
+        (mut model, wrapper): (&mut M, &mut dyn ModelWrapper),
+        count: Option<f64>,
         state: &mut EngineState,
-    ) -> Result<Update> {
+        run: impl FnOnce(&mut M, &mut StepContext<'_>) -> Result<R, E>,
+    ) -> Result<Update<R>, E> {
         self.last = None;
         let scale = self.loss_scale();
         let steps_there = self.optimizer.as_device().is_some();
         let role = self.accumulation.next_batch();
-        let count = engine.loss_count(batch)?;
-        let share = self.counts.add(count, role.divisor, model)?;
-        let ctl = role.steps.then(|| self.step_ctl(model)).transpose()?;
+        let share = self.counts.add(count, role.divisor, wrapper)?;
+        let ctl = role.steps.then(|| self.step_ctl(wrapper)).transpose()?;
         let mut cx = StepContext {
             loss_scale: (f64::from(scale / role.divisor as f32) * share) as f32,
             autocast: self.autocast,
             sync: role.steps,
-            ..StepContext::new(model.sink(), state)
+            ..StepContext::new(wrapper.sink(), state)
         };
         // With an overflow check the result is known only after backward.
         if let Some(ctl) = ctl.filter(|_| self.overflow.is_none()) {
             cx.step = Some(OptimizerStep::new(&mut *self.optimizer, ctl));
         }
-        model.prepare(Some(&mut *engine), &mut cx)?;
+        wrapper.prepare(Some(&mut model), &mut cx)?;
         if count == Some(0.0) {
             cx.sink = Arc::new(Mutex::new(ZeroSink(cx.sink)));
         }
@@ -307,29 +313,29 @@ impl OptimWrapper {
             cx.sink = overflow.before_forward(cx.sink)?;
         }
         if self.is_mixed {
-            self.buffers.keep(engine, steps_there)?;
+            self.buffers.keep(&mut model, steps_there)?;
         }
         let span = debug_span!(target: "runner", "train_step");
-        let losses = span.in_scope(|| engine.train_step(batch, &mut cx))?;
+        let losses = span.in_scope(|| run(model, &mut cx))?;
         let (note, warning) = (cx.note, cx.warning);
         let mut applied = cx.step.and_then(|step| step.applied);
-        model.finish()?;
+        wrapper.finish()?;
         if let Some(ctl) = ctl {
             match applied {
-                Some(applied) => self.stepped(applied, &ctl, engine, model)?,
-                None => applied = Some(self.step_by(ctl, engine, model)?),
+                Some(applied) => self.stepped(applied, &ctl, &model, wrapper)?,
+                None => applied = Some(self.step_by(ctl, &mut model, wrapper)?),
             }
-            model.zero_grad();
+            wrapper.zero_grad();
             if self.loss_scale() != scale {
-                model.rescale(self.loss_scale() / scale);
+                wrapper.rescale(self.loss_scale() / scale);
             }
         }
         let spoils_buffers = match applied {
             Some(applied) => applied == Applied::SkippedNonFinite,
-            None => self.is_mixed && self.buffers.has_non_finite(engine)?,
+            None => self.is_mixed && self.buffers.has_non_finite(&mut model)?,
         };
         if spoils_buffers {
-            self.buffers.restore(engine)?;
+            self.buffers.restore(&mut model)?;
         }
         Ok(Update { losses, applied, note, warning })
     }
@@ -340,18 +346,18 @@ impl OptimWrapper {
     /// # Errors
     ///
     /// As [`update_params`](Self::update_params).
-    pub fn step(&mut self, engine: &mut dyn Engine, model: &dyn ModelWrapper) -> Result<Applied> {
+    pub fn step(&mut self, model: &mut dyn Model, wrapper: &dyn ModelWrapper) -> Result<Applied> {
         self.unless_spent(|optim| {
-            let ctl = optim.step_ctl(model)?;
-            optim.step_by(ctl, engine, model)
+            let ctl = optim.step_ctl(wrapper)?;
+            optim.step_by(ctl, model, wrapper)
         })
     }
 
     fn step_by(
         &mut self,
         mut ctl: StepCtl,
-        engine: &mut dyn Engine,
-        model: &dyn ModelWrapper,
+        model: &mut dyn Model,
+        wrapper: &dyn ModelWrapper,
     ) -> Result<Applied> {
         let _span = debug_span!(target: "runner", "optimizer").entered();
         if let Some(overflow) = &mut self.overflow
@@ -359,15 +365,15 @@ impl OptimWrapper {
         {
             ctl.found_inf = FoundInf::Known(true);
         }
-        let applied = run(OptimizerStep::new(&mut *self.optimizer, ctl), engine, model)?;
-        self.stepped(applied, &ctl, engine, model)?;
+        let applied = OptimizerStep::new(&mut *self.optimizer, ctl).run(model, wrapper)?;
+        self.stepped(applied, &ctl, model, wrapper)?;
         Ok(applied)
     }
 
     /// Returns the options of the next step; every rank calls it.
-    fn step_ctl(&self, model: &dyn ModelWrapper) -> Result<StepCtl> {
+    fn step_ctl(&self, wrapper: &dyn ModelWrapper) -> Result<StepCtl> {
         let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
-        let factor = self.counts.step_factor(model)?;
+        let factor = self.counts.step_factor(wrapper)?;
         let grad_scale = (f64::from(self.scaler.inv_scale()) * factor) as f32;
         Ok(StepCtl { grad_scale, found_inf, clip: self.clip })
     }
@@ -377,54 +383,44 @@ impl OptimWrapper {
         &mut self,
         applied: Applied,
         ctl: &StepCtl,
-        engine: &dyn Engine,
-        model: &dyn ModelWrapper,
+        model: &dyn Model,
+        wrapper: &dyn ModelWrapper,
     ) -> Result<()> {
         self.last = Some(applied);
         self.counts.clear();
         let is_skipped = applied == Applied::SkippedNonFinite;
         self.skipped = if is_skipped { self.skipped + 1 } else { 0 };
         if self.skipped >= self.max_skipped {
-            let first = first_non_finite(ctl.grad_scale, engine, model)?;
-            return Err(self.always_skipped(first));
+            let parameter = first_non_finite(ctl.grad_scale, model, wrapper)?;
+            let (steps, scale) = (self.skipped, self.loss_scale());
+            return Err(Error::Skipped { steps, scale, parameter });
         }
         self.scaler.update(is_skipped)?;
         Ok(())
     }
 
-    /// Error for too many skipped steps in a row; `first` is a parameter whose gradient is not
-    /// finite.
-    fn always_skipped(&self, first: Option<String>) -> Error {
-        let (count, scale) = (self.skipped, self.loss_scale());
-        let first = first.map_or_else(
-            || "the device reports an overflow".to_owned(),
-            |name| format!("the first is that of `{name}`"),
-        );
-        Error::Diverged(format!(
-            "{count} optimizer steps in a row were skipped, because gradients are not finite ({first}; loss scale \
-             {scale}): the weights no longer change; lower the learning rate, clip gradients, or look for the data \
-             that cause it; `max_consecutive_skips` of AmpOptimWrapper sets this number"
-        ))
-    }
-
     /// Runs `call` unless an earlier call has failed.
-    fn unless_spent<T>(&mut self, call: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        if let Some(why) = &self.failed {
-            return Err(Error::Spent(format!(
-                "this optimizer wrapper is spent after an error, gradients of the failed batch may be left; build \
-                 the run anew, which resumes from its checkpoint; the error was: {why}"
-            )));
+    fn unless_spent<T, E: From<Error> + Display>(
+        &mut self,
+        call: impl FnOnce(&mut Self) -> Result<T, E>,
+    ) -> Result<T, E> {
+        if let Some(cause) = self.failed.clone() {
+            return Err(Error::Spent { cause }.into());
         }
         call(self).inspect_err(|error| self.failed = Some(error.to_string()))
     }
 
     /// Returns the counts of batches that await a step, for a checkpoint; every rank calls it.
-    pub(crate) fn pending_counts(&self, model: &dyn ModelWrapper) -> Result<Option<PendingCounts>> {
-        self.counts.save(model)
+    ///
+    /// # Errors
+    ///
+    /// Those of communication.
+    pub fn pending_counts(&self, wrapper: &dyn ModelWrapper) -> Result<Option<PendingCounts>> {
+        self.counts.save(wrapper)
     }
 
     /// Restores the counts of a checkpoint, in which gradients await a step if `waits`.
-    pub(crate) fn load_pending_counts(&mut self, saved: Option<PendingCounts>, waits: bool) {
+    pub fn load_pending_counts(&mut self, saved: Option<PendingCounts>, waits: bool) {
         self.counts.load(saved, waits);
     }
 }
@@ -443,98 +439,30 @@ fn flatten(path: &str, value: &Value, all: &mut Vec<(String, String)>) {
     }
 }
 
-/// Returns the name of the first parameter whose gradient, times `scale`, is not finite.
-fn first_non_finite(
-    scale: f32,
-    engine: &dyn Engine,
-    model: &dyn ModelWrapper,
-) -> Result<Option<String>> {
-    let mut first = None;
-    with_host_grads(model, &mut |grads| {
-        let is_bad = |grad: &Option<_>| {
-            let values = grad.map(to_f32);
-            values.is_some_and(|values| values.iter().any(|x| !(x * scale).is_finite()))
-        };
-        first = grads.iter().position(is_bad);
-        Ok(())
-    })?;
-    Ok(first.map(|index| engine.params()[index].name.clone()))
-}
-
-/// Error for a step without any gradient.
-fn without_gradients() -> Error {
-    Error::Engine(
-        "no parameter has a gradient: the loss does not depend on the model (is it detached?)"
-            .to_owned(),
-    )
-}
-
-/// Runs a step with parameters and gradients on the device or on the host.
-fn run(
-    mut step: OptimizerStep<'_>,
-    engine: &mut dyn Engine,
-    model: &dyn ModelWrapper,
-) -> Result<Applied> {
-    let mut applied = Applied::SkippedNonFinite;
-    if step.optimizer.as_device().is_some()
-        && let Some(device) = engine.device()
-    {
-        model.with_grads(&mut |grads| {
-            if !grads.is_empty() && grads.iter().all(Option::is_none) {
-                return Err(without_gradients());
-            }
-            applied = device.optimizer_step(&mut step, grads)?;
-            Ok(())
-        })?;
-        return Ok(applied);
-    }
-    let rows: Vec<usize> = engine.params().iter().map(TensorSpec::rows).collect();
-    engine.with_params(&mut |weights| {
-        with_host_grads(model, &mut |grads| {
-            if !grads.is_empty() && grads.iter().all(Option::is_none) {
-                return Err(without_gradients());
-            }
-            let mut params: Vec<_> = weights
-                .iter_mut()
-                .zip(grads)
-                .zip(&rows)
-                .map(|((weight, grad), &rows)| ParamMut {
-                    rows,
-                    ..ParamMut::new(weight.reborrow(), *grad)
-                })
-                .collect();
-            applied = step.optimizer.step(&mut params, &step.ctl)?;
-            Ok(())
-        })
-    })?;
-    Ok(applied)
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
-    use ::amp::LossScalerOptions;
+    use amp::LossScalerOptions;
     use collective::ProcessGroup;
     use collective::reducer::ReducerOptions;
     use fused_optim::{AdamP, AdamPHyper, Sgd, SgdHyper};
     use half::f16;
 
     use super::*;
-    use crate::data::{Array, ArrayData, Batch};
-    use crate::model::DistributedDataParallel;
-    use crate::testing::{FakeEngine, Values, group};
+    use crate::DistributedDataParallel;
+    use crate::testing::{FakeModel, Values, group};
 
     fn parts(
         counts: usize,
         scaler: LossScaler,
-    ) -> (FakeEngine, DistributedDataParallel, OptimWrapper) {
-        let engine = FakeEngine::new(&[("w", Values::F16(vec![f16::ONE; 2]))], &[]);
+    ) -> (FakeModel, DistributedDataParallel, OptimWrapper) {
+        let model = FakeModel::new(&[("w", Values::F16(vec![f16::ONE; 2]))], &[]);
         let options = ReducerOptions::default();
-        let model = DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+        let wrapper = DistributedDataParallel::new(group(), model.params(), options).unwrap();
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
         let optim = OptimWrapper::new(Box::new(sgd), counts);
-        (engine, model, optim.with_mixed_precision(scaler))
+        (model, wrapper, optim.with_mixed_precision(scaler))
     }
 
     fn dynamic() -> LossScaler {
@@ -550,8 +478,8 @@ mod tests {
         LossScaler::fixed(scale).unwrap()
     }
 
-    fn weights(engine: &FakeEngine) -> &Values {
-        &engine.params[0]
+    fn weights(model: &FakeModel) -> &Values {
+        &model.params[0]
     }
 
     fn all(value: f32) -> Values {
@@ -560,50 +488,38 @@ mod tests {
 
     #[test]
     fn gradients_are_unscaled_and_overflows_skipped() {
-        let (mut engine, mut model, mut optim) = parts(1, dynamic());
-        let mut step = |engine: &mut FakeEngine, gradient: f32| {
-            engine.gradient = gradient;
-            let update = optim
-                .update_params(engine, &mut model, &Batch::new(), &mut EngineState::default())
-                .unwrap();
+        let (mut model, mut wrapper, mut optim) = parts(1, dynamic());
+        let mut step = |model: &mut FakeModel, gradient: f32| {
+            model.gradient = gradient;
+            let update = model.update(&mut wrapper, &mut optim, None).unwrap();
             (update.applied.unwrap(), optim.loss_scale())
         };
-        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
-        assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.25));
+        assert_eq!(step(&mut model, 0.25), (Applied::Applied, 1024.0));
+        assert_eq!(*weights(&model), all(1.0 - 0.5 * 0.25));
         // 100 * 1024 exceeds the range of f16.
-        assert_eq!(step(&mut engine, 100.0), (Applied::SkippedNonFinite, 512.0));
-        assert_eq!(*weights(&engine), all(0.875));
+        assert_eq!(step(&mut model, 100.0), (Applied::SkippedNonFinite, 512.0));
+        assert_eq!(*weights(&model), all(0.875));
         // The next steps start with zeroed gradients, and two successful ones double the scale.
-        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 512.0));
-        assert_eq!(*weights(&engine), all(0.75));
-        assert_eq!(step(&mut engine, 0.25), (Applied::Applied, 1024.0));
+        assert_eq!(step(&mut model, 0.25), (Applied::Applied, 512.0));
+        assert_eq!(*weights(&model), all(0.75));
+        assert_eq!(step(&mut model, 0.25), (Applied::Applied, 1024.0));
     }
 
     #[test]
     fn overflow_in_any_batch_skips_the_accumulated_step() {
-        let (mut engine, mut model, mut optim) = parts(2, dynamic());
+        let (mut model, mut wrapper, mut optim) = parts(2, dynamic());
         let mut applied = Vec::new();
         for gradient in [0.25, 0.75, 1000.0, 0.25, 0.25, 0.25] {
-            engine.gradient = gradient;
-            applied.push(
-                optim
-                    .update_params(
-                        &mut engine,
-                        &mut model,
-                        &Batch::new(),
-                        &mut EngineState::default(),
-                    )
-                    .unwrap()
-                    .applied,
-            );
+            model.gradient = gradient;
+            applied.push(model.update(&mut wrapper, &mut optim, None).unwrap().applied);
             if applied.len() == 2 {
                 // The mean of the two gradients, not their sum.
-                assert_eq!(*weights(&engine), all(1.0 - 0.5 * 0.5));
+                assert_eq!(*weights(&model), all(1.0 - 0.5 * 0.5));
             }
         }
         let (yes, no) = (Some(Applied::Applied), Some(Applied::SkippedNonFinite));
         assert_eq!(applied, [None, yes, None, no, None, yes]);
-        assert_eq!(*weights(&engine), all(0.75 - 0.5 * 0.25));
+        assert_eq!(*weights(&model), all(0.75 - 0.5 * 0.25));
         assert_eq!(optim.loss_scale(), 512.0);
     }
 
@@ -625,23 +541,16 @@ mod tests {
     #[test]
     fn fixed_scale_is_constant_and_no_scale_is_one() {
         for (scaler, scale) in [(fixed(8.0), 8.0), (LossScaler::disabled(), 1.0)] {
-            let (mut engine, mut model, mut optim) = parts(1, scaler);
+            let (mut model, mut wrapper, mut optim) = parts(1, scaler);
             for (gradient, applied) in
                 [(f32::INFINITY, Applied::SkippedNonFinite), (0.5, Applied::Applied)]
             {
-                engine.gradient = gradient;
-                let update = optim
-                    .update_params(
-                        &mut engine,
-                        &mut model,
-                        &Batch::new(),
-                        &mut EngineState::default(),
-                    )
-                    .unwrap();
+                model.gradient = gradient;
+                let update = model.update(&mut wrapper, &mut optim, None).unwrap();
                 assert_eq!(update.applied, Some(applied), "{scale}");
                 assert_eq!(optim.loss_scale(), scale);
             }
-            assert_eq!(*weights(&engine), all(0.75));
+            assert_eq!(*weights(&model), all(0.75));
             assert_eq!(optim.log_scalars().len(), usize::from(scale > 1.0));
         }
     }
@@ -650,19 +559,19 @@ mod tests {
     fn optimizer_receives_the_shapes() {
         // AdamP refuses a number of rows that the weight does not have.
         for (shape, fits) in [([2, 3], true), ([4, 1], false)] {
-            let mut engine = FakeEngine::new(&[("w", Values::F32(vec![1.0; 6]))], &[]);
+            let mut model = FakeModel::new(&[("w", Values::F32(vec![1.0; 6]))], &[]);
             let options = ReducerOptions::default();
-            let mut model =
-                DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+            let mut wrapper =
+                DistributedDataParallel::new(group(), model.params(), options).unwrap();
             let mut state = EngineState::default();
-            let mut cx = StepContext::new(model.sink(), &mut state);
-            model.prepare(Some(&mut engine), &mut cx).unwrap();
-            engine.train_step(&Batch::new(), &mut cx).unwrap();
-            model.finish().unwrap();
-            engine.specs[0][0].shape = shape.into();
+            let mut cx = StepContext::new(wrapper.sink(), &mut state);
+            wrapper.prepare(Some(&mut model), &mut cx).unwrap();
+            model.train_step(&mut cx).unwrap();
+            wrapper.finish().unwrap();
+            model.specs[0][0].shape = shape.into();
             let adamp = AdamP::with_one_group(AdamPHyper::default(), 1).unwrap();
             let mut optim = OptimWrapper::new(Box::new(adamp), 1);
-            assert_eq!(optim.step(&mut engine, &model).is_ok(), fits);
+            assert_eq!(optim.step(&mut model, &wrapper).is_ok(), fits);
         }
     }
 
@@ -681,97 +590,85 @@ mod tests {
 
     /// Runs a batch; returns the result of its step.
     fn update(
-        engine: &mut FakeEngine,
-        model: &mut DistributedDataParallel,
+        model: &mut FakeModel,
+        wrapper: &mut DistributedDataParallel,
         optim: &mut OptimWrapper,
     ) -> Result<Option<Applied>> {
-        let state = &mut EngineState::default();
-        optim.update_params(engine, model, &Batch::new(), state).map(|update| update.applied)
+        model.update(wrapper, optim, None).map(|update| update.applied)
     }
 
     #[test]
     fn too_many_skipped_steps_in_a_row_are_an_error_with_parameter_and_scale() {
         for (scaler, scale) in [(fixed(8.0), "8"), (LossScaler::disabled(), "1")] {
-            let (mut engine, mut model, optim) = parts(1, scaler);
+            let (mut model, mut wrapper, optim) = parts(1, scaler);
             let mut optim = optim.with_max_consecutive_skips(3);
             for gradient in [f32::INFINITY, f32::NAN, 0.5, f32::NAN, f32::NAN] {
-                engine.gradient = gradient;
-                update(&mut engine, &mut model, &mut optim).unwrap();
+                model.gradient = gradient;
+                update(&mut model, &mut wrapper, &mut optim).unwrap();
             }
-            let error = update(&mut engine, &mut model, &mut optim).unwrap_err();
-            assert!(matches!(error, Error::Diverged(_)));
+            let error = update(&mut model, &mut wrapper, &mut optim).unwrap_err();
+            assert!(matches!(error, Error::Skipped { .. }));
             let text = error.to_string();
             let says = format!(
                 "3 optimizer steps in a row were skipped, because gradients are not finite (the first is that of \
                  `w`; loss scale {scale})"
             );
             assert!(text.starts_with(&says), "{text}");
-            assert_eq!(*weights(&engine), all(0.75));
+            assert_eq!(*weights(&model), all(0.75));
         }
         // A resumed run goes on counting.
-        let (mut engine, mut model, mut optim) = parts(1, fixed(8.0));
-        engine.gradient = f32::NAN;
+        let (mut model, mut wrapper, mut optim) = parts(1, fixed(8.0));
+        model.gradient = f32::NAN;
         for _ in 0..99 {
-            update(&mut engine, &mut model, &mut optim).unwrap();
+            update(&mut model, &mut wrapper, &mut optim).unwrap();
             let saved = optim.state_dict().unwrap();
             optim = parts(1, fixed(8.0)).2;
             optim.load_state_dict(&saved).unwrap();
         }
-        update(&mut engine, &mut model, &mut optim).unwrap_err();
+        update(&mut model, &mut wrapper, &mut optim).unwrap_err();
         // By default after 100 steps, each of two batches.
-        let (mut engine, mut model, mut optim) = parts(2, LossScaler::disabled());
-        engine.gradient = f32::NAN;
+        let (mut model, mut wrapper, mut optim) = parts(2, LossScaler::disabled());
+        model.gradient = f32::NAN;
         for _ in 0..199 {
-            update(&mut engine, &mut model, &mut optim).unwrap();
+            update(&mut model, &mut wrapper, &mut optim).unwrap();
         }
-        update(&mut engine, &mut model, &mut optim).unwrap_err();
+        update(&mut model, &mut wrapper, &mut optim).unwrap_err();
     }
 
     #[test]
     fn failed_batch_makes_the_wrapper_spent() {
         for counts in [1, 2] {
             let names = [("v", Values::F32(vec![1.0])), ("w", Values::F32(vec![1.0]))];
-            let mut engine = FakeEngine::new(&names, &[]);
+            let mut model = FakeModel::new(&names, &[]);
             let options = ReducerOptions::default();
-            let mut model =
-                DistributedDataParallel::new(group(), engine.params(), options).unwrap();
+            let mut wrapper =
+                DistributedDataParallel::new(group(), model.params(), options).unwrap();
             let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 2).unwrap();
             let mut optim = OptimWrapper::new(Box::new(sgd), counts);
-            engine.fails_at = 0;
-            let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
+            model.fails_at = 0;
+            let error = update(&mut model, &mut wrapper, &mut optim).unwrap_err().to_string();
             assert_eq!(error, "backward failed");
             for _ in 0..4 {
-                let error = update(&mut engine, &mut model, &mut optim).unwrap_err();
-                assert!(matches!(error, Error::Spent(_)), "{error}");
+                let error = update(&mut model, &mut wrapper, &mut optim).unwrap_err();
+                assert!(matches!(error, Error::Spent { .. }), "{error}");
                 assert!(error.to_string().ends_with("the error was: backward failed"), "{error}");
             }
-            assert!(matches!(optim.step(&mut engine, &model).unwrap_err(), Error::Spent(_)));
-            assert_eq!(engine.params[0], Values::F32(vec![1.0]));
+            assert!(matches!(optim.step(&mut model, &wrapper).unwrap_err(), Error::Spent { .. }));
+            assert_eq!(model.params[0], Values::F32(vec![1.0]));
         }
     }
 
     #[test]
     fn step_without_any_gradient_is_an_error() {
-        let mut engine = FakeEngine::new(&[], &[]);
-        let spec = FakeEngine::new(&[("w", Values::F32(vec![1.0]))], &[]);
+        let mut model = FakeModel::new(&[], &[]);
+        let spec = FakeModel::new(&[("w", Values::F32(vec![1.0]))], &[]);
         let mut options = ReducerOptions::default();
         options.find_unused_parameters = true;
-        let mut model = DistributedDataParallel::new(group(), spec.params(), options).unwrap();
+        let mut wrapper = DistributedDataParallel::new(group(), spec.params(), options).unwrap();
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
         let mut optim = OptimWrapper::new(Box::new(sgd), 1);
-        let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
+        let error = update(&mut model, &mut wrapper, &mut optim).unwrap_err().to_string();
         assert!(error.starts_with("no parameter has a gradient"), "{error}");
-    }
-
-    /// Returns the number of tokens in a batch.
-    fn tokens(batch: &Batch, _: usize) -> Option<f64> {
-        let ArrayData::F32(tokens) = batch.get("tokens").ok()?.data() else { return None };
-        Some(tokens[0].into())
-    }
-
-    /// Creates a batch of one sample with this number of tokens.
-    fn batch(tokens: f32) -> Batch {
-        Batch::new().with("tokens", Array::new([1], ArrayData::F32(vec![tokens])).unwrap())
     }
 
     /// Runs batches of `(count, gradient)` on each rank; returns the weight, which begins at 1.
@@ -782,24 +679,21 @@ mod tests {
                 true => Values::F16(vec![f16::ONE]),
                 false => Values::F32(vec![1.0]),
             };
-            let mut engine = FakeEngine::new(&[("w", ones)], &[]);
-            engine.count = tokens;
+            let mut model = FakeModel::new(&[("w", ones)], &[]);
             let options = ReducerOptions::default();
-            let mut model = DistributedDataParallel::new(group, engine.params(), options).unwrap();
+            let mut wrapper = DistributedDataParallel::new(group, model.params(), options).unwrap();
             let sgd = Sgd::with_one_group(SgdHyper { lr: 0.5, ..SgdHyper::default() }, 1).unwrap();
             let mut optim = OptimWrapper::new(Box::new(sgd), 2);
             if half {
                 optim = optim.with_mixed_precision(dynamic());
             }
-            let mut state = EngineState::default();
             for (count, gradient) in batches {
-                engine.gradient = *gradient;
-                optim.update_params(&mut engine, &mut model, &batch(*count), &mut state).unwrap();
+                model.gradient = *gradient;
+                model.update(&mut wrapper, &mut optim, Some((*count).into())).unwrap();
             }
-            match &engine.params[0] {
+            match &model.params[0] {
                 Values::F16(values) => values[0].to_f32(),
                 Values::F32(values) => values[0],
-                Values::Bf16(_) => panic!("not bf16"),
             }
         };
         std::thread::scope(|scope| {
@@ -827,23 +721,16 @@ mod tests {
 
     #[test]
     fn counts_of_some_batches_only_are_an_error() {
-        let (mut engine, mut model, mut optim) = parts(2, LossScaler::disabled());
-        engine.count = |_, step| (step == 0).then_some(2.0);
-        update(&mut engine, &mut model, &mut optim).unwrap();
-        let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
-        assert!(error.contains("some batches of a step only"), "{error}");
-        let (mut engine, mut model, mut optim) = parts(1, LossScaler::disabled());
-        engine.count = |_, step| (step == 0).then_some(2.0);
-        update(&mut engine, &mut model, &mut optim).unwrap();
-        let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
-        assert!(error.contains("for some batches only"), "{error}");
-        let invalid: [fn(&Batch, usize) -> Option<f64>; 3] =
-            [|_, _| Some(-1.0), |_, _| Some(f64::NAN), |_, _| Some(f64::INFINITY)];
-        for count in invalid {
-            let (mut engine, mut model, mut optim) = parts(1, LossScaler::disabled());
-            engine.count = count;
-            let error = update(&mut engine, &mut model, &mut optim).unwrap_err().to_string();
-            assert!(error.contains("invalid `loss_count`"), "{error}");
+        for (counts, says) in [(2, "some batches of a step only"), (1, "for some batches only")] {
+            let (mut model, mut wrapper, mut optim) = parts(counts, LossScaler::disabled());
+            model.update(&mut wrapper, &mut optim, Some(2.0)).unwrap();
+            let error = update(&mut model, &mut wrapper, &mut optim).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+        for count in [-1.0, f64::NAN, f64::INFINITY] {
+            let (mut model, mut wrapper, mut optim) = parts(1, LossScaler::disabled());
+            let error = model.update(&mut wrapper, &mut optim, Some(count)).unwrap_err();
+            assert!(error.to_string().contains("invalid `loss_count`"), "{error}");
         }
     }
 }

@@ -16,8 +16,7 @@ use fused_optim::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::engine::{TensorSpec, on_device};
-use crate::{Error, Result};
+use crate::{Error, Result, TensorSpec, on_device};
 
 /// One part of a model with its optimizer.
 #[derive(Debug)]
@@ -49,8 +48,8 @@ pub struct OptimizerDict {
 ///
 /// # Errors
 ///
-/// [`Error::Config`] naming a parameter that belongs to no part or to two, or a name without
-/// parameters.
+/// [`Error::NoPart`] for a parameter that belongs to no part or to two; [`Error::EmptyPart`] for a
+/// name without parameters.
 pub fn assign(names: &[&str], params: &[TensorSpec]) -> Result<Vec<Vec<usize>>> {
     let mut parts = vec![Vec::new(); names.len()];
     for (index, param) in params.iter().enumerate() {
@@ -58,20 +57,13 @@ pub fn assign(names: &[&str], params: &[TensorSpec]) -> Result<Vec<Vec<usize>>> 
             |name: &str| param.name.strip_prefix(name).is_some_and(|rest| rest.starts_with('.'));
         let mut owners = (0..names.len()).filter(|&at| is_under(names[at]));
         let (Some(owner), None) = (owners.next(), owners.next()) else {
-            let text = format!(
-                "parameter `{}` must be under one of the parts in [optim_wrapper]: {}",
-                param.name,
-                names.join(", ")
-            );
-            return Err(Error::Config(text));
+            let parts = names.iter().map(|name| (*name).to_owned()).collect();
+            return Err(Error::NoPart { parameter: param.name.clone(), parts });
         };
         parts[owner].push(index);
     }
     match parts.iter().position(Vec::is_empty) {
-        Some(at) => {
-            let name = names[at];
-            Err(Error::Config(format!("the model has no parameters under `{name}.`")))
-        }
+        Some(at) => Err(Error::EmptyPart { part: names[at].to_owned() }),
         None => Ok(parts),
     }
 }
@@ -309,7 +301,7 @@ impl Saved {
     }
 }
 
-fn invalid(text: String) -> OptimError {
+pub(super) fn invalid(text: String) -> OptimError {
     OptimError::State { key: "param_groups".to_owned(), problem: StateProblem::Invalid(text) }
 }
 

@@ -106,7 +106,7 @@ impl Problem {
         for (sample, kv_head) in self.kv_heads() {
             work.load_keys(sample, kv_head);
             for block in self.blocks(sample, kv_head) {
-                work.weigh(block);
+                work.compute_weights(block);
                 let own = resized(&mut own, block.rows * self.sizes.value_depth);
                 let values = &work.v[..block.seen * self.sizes.value_depth];
                 gemm(
@@ -140,7 +140,7 @@ impl Problem {
             dv.fill(T::ZERO);
             for block in self.blocks(sample, kv_head) {
                 let Block { at, rows, seen } = block;
-                work.weigh(block);
+                work.compute_weights(block);
                 dy.gather(at, rows, T::ONE, &mut own);
                 let own = Mat::new(&own, rows, width);
                 gemm(&mut dv[..seen * width], true, work.shares(block).t(), own);
@@ -215,7 +215,7 @@ impl<'a, T: Real> Work<'a, T> {
     }
 
     /// Loads the queries of a block and computes their attention weights.
-    fn weigh(&mut self, block: Block) {
+    fn compute_weights(&mut self, block: Block) {
         let Block { at, rows, seen } = block;
         let depth = self.of.sizes.depth;
         self.inputs[0].gather(at, rows, T::of(self.of.sizes.scale), &mut self.q);

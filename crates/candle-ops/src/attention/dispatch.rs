@@ -1,4 +1,5 @@
-//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
+//! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`. On the CPU
+//! the composition serves for masks that need a gradient.
 
 use candle_core::{D, Result, Tensor};
 

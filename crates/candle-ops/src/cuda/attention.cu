@@ -21,8 +21,8 @@ constexpr u32 BACKWARD_BLOCKS = 2;
 
 constexpr u32 SIDE = 64, BAND = 16, BANDS = THREADS / WARP * BAND;
 /// 8 halves. A row has a part more than it needs, so that eight rows lie in different banks.
-struct alignas(16) Eight { u32 w[4]; };
-typedef Eight Square[SIDE][SIDE / 8 + 1];
+struct alignas(16) HalfPack { u32 w[4]; };
+typedef HalfPack SharedTile[SIDE][SIDE / 8 + 1];
 
 /// Where the rows of an operand are: of head `h` of sample `n` from `h * head + n * step` on,
 /// `line` elements apart.
@@ -55,12 +55,12 @@ DEVICE u32 reach_of(const AttentionJob& job, u32 first, u32 count) {
 }
 
 /// Begins to copy 64 rows of an operand.
-DEVICE void read_ahead(Square& square, u64 base, const Operand& operand, u32 first, u32 rows) {
+DEVICE void read_ahead(SharedTile& tile, u64 base, const Operand& operand, u32 first, u32 rows) {
 #pragma unroll
   for (u32 i = threadIdx.x; i < SIDE * (SIDE / 8); i += THREADS) {
     const u32 row = first + i / 8, column = i % 8 * 8;
     const bool are_there = row < rows && column < operand.depth;
-    copy_ahead(&square[i / 8][i % 8], are_there ? at(base, (u64)row * operand.line + column) : base, are_there);
+    copy_ahead(&tile[i / 8][i % 8], are_there ? at(base, (u64)row * operand.line + column) : base, are_there);
   }
 }
 
@@ -68,11 +68,11 @@ DEVICE u32 band() { return threadIdx.x / WARP * BAND; }
 /// The thread's columns in a product of 8 columns are this one and the next.
 DEVICE u32 own_column() { return lane() % 4 * 2; }
 
-/// A warp's 16 rows of an operand, 16 columns at a time.
-struct Left {
+/// Matrix A of a warp's products: 16 rows of an operand, 16 columns at a time.
+struct FragmentA {
   u32 of[SIDE / 16][4];
 
-  DEVICE void load(Square& tile, u32 first) {
+  DEVICE void load(SharedTile& tile, u32 first) {
 #pragma unroll
     for (u32 j = 0; j < SIDE / 16; j++)
       load_tiles(of[j], &tile[first + lane() % 16][2 * j + lane() / 16]);
@@ -85,7 +85,7 @@ struct Sums {
 
   /// The product with the rows `first..` of a tile, one for each column, of which the last are left
   /// out.
-  DEVICE void multiply(const Left& left, Square& tile, u32 first, u32 columns) {
+  DEVICE void multiply(const FragmentA& left, SharedTile& tile, u32 first, u32 columns) {
 #pragma unroll
     for (u32 n = 0; n < N; n++) {
 #pragma unroll
@@ -103,7 +103,7 @@ struct Sums {
   /// Adds the product of `left`, as halves, with the rows `first..` of a tile, of which the last
   /// are left out.
   template <u32 M>
-  DEVICE void add(const Sums<M>& left, Square& tile, u32 first, u32 rows) {
+  DEVICE void add(const Sums<M>& left, SharedTile& tile, u32 first, u32 rows) {
 #pragma unroll
     for (u32 m = 0; m < M; m += 2) {
       if (m * 8 >= rows) continue;
@@ -133,7 +133,7 @@ struct Sums {
 };
 
 /// Reads 128 rows through two tiles.
-DEVICE void load_band(Left& left, Square (&tiles)[2], u64 base, const Operand& operand, u32 first, u32 rows) {
+DEVICE void load_band(FragmentA& left, SharedTile (&tiles)[2], u64 base, const Operand& operand, u32 first, u32 rows) {
   __syncthreads(); // The tiles' previous rows were read.
   for (u32 i = 0; i < 2; i++) read_ahead(tiles[i], base, operand, first + i * SIDE, rows);
   wait_for_copies();
@@ -149,7 +149,7 @@ DEVICE float largest_of_four(float x) { return x = fmaxf(x, exchange(x, 1)), fma
 /// longest.
 struct Queries {
   u32 pair, block, first;
-  /// Of the thread's two rows.
+  /// The thread's two rows, and the number of keys that each sees.
   u32 row[2], limit[2];
   /// The most keys that a row of the block, and of the warp, sees; the fewest of the warp.
   u32 end, most, fewest;
@@ -165,14 +165,14 @@ struct Queries {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const AttentionJob job) {
   if constexpr (!IS_HALF) return;
-  __shared__ Square tiles[2][2];
+  __shared__ SharedTile tiles[2][2];
   const Queries own(job);
   const u64 k = rows_of(job, job.k, own.pair), v = rows_of(job, job.v, own.pair);
-  const auto read_keys = [&](u32 first, Square (&to)[2]) {
+  const auto read_keys = [&](u32 first, SharedTile (&to)[2]) {
     read_ahead(to[0], k, job.k, first, job.keys), read_ahead(to[1], v, job.v, first, job.keys);
   };
   read_keys(0, tiles[0]);
-  Left q;
+  FragmentA q;
   load_band(q, tiles[1], rows_of(job, job.q, own.pair), job.q, own.block, job.queries);
   const float factor = job.scale * LOG2_E, least = -__uint_as_float(INFINITY_BITS);
   float largest[2] = {least, least}, sum[2] = {};
@@ -220,24 +220,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const Attenti
 /// The gradient of the queries, and `delta`.
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward(const AttentionJob job) {
   if constexpr (!IS_HALF) return;
-  __shared__ Square tiles[2][2];
+  __shared__ SharedTile tiles[2][2];
   const Queries own(job);
   const u64 k = rows_of(job, job.k, own.pair), v = rows_of(job, job.v, own.pair);
-  const auto read_keys = [&](u32 first, Square (&to)[2]) {
+  const auto read_keys = [&](u32 first, SharedTile (&to)[2]) {
     read_ahead(to[0], k, job.k, first, job.keys), read_ahead(to[1], v, job.v, first, job.keys);
   };
   read_keys(0, tiles[0]);
-  Left q, dy;
+  FragmentA q, dy;
   float delta[2] = {}, lse[2] = {};
   {
-    Left y;
+    FragmentA y;
     load_band(y, tiles[1], rows_of(job, job.y, own.pair), job.y, own.block, job.queries);
     load_band(dy, tiles[1], rows_of(job, job.dy, own.pair), job.dy, own.block, job.queries);
 #pragma unroll
     for (u32 i = 0; i < 4 * SIDE / 16; i++)
 #pragma unroll
       for (u32 shift = 0; shift < 32; shift += 16) {
-        const auto of = [&](const Left& left) { return T::widen((T::Bits)(left.of[i / 4][i % 4] >> shift)); };
+        const auto of = [&](const FragmentA& left) { return T::widen((T::Bits)(left.of[i / 4][i % 4] >> shift)); };
         delta[i % 2] += of(y) * of(dy);
       }
   }
@@ -281,13 +281,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
 /// The gradients of keys and values, by blocks of 128 of them; after `attention_backward`.
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_keys(const AttentionJob job) {
   if constexpr (!IS_HALF) return;
-  __shared__ Square tiles[2][2];
+  __shared__ SharedTile tiles[2][2];
   __shared__ float lse[2][SIDE], delta[2][SIDE];
   __shared__ u32 limit[2][SIDE];
   const u32 blocks = (job.keys + BANDS - 1) / BANDS, pair = blockIdx.x / blocks;
   const u32 block = blockIdx.x % blocks * BANDS, own = block + band();
   const u64 q = rows_of(job, job.q, pair), dy = rows_of(job, job.dy, pair);
-  Left k, v;
+  FragmentA k, v;
   load_band(k, tiles[1], rows_of(job, job.k, pair), job.k, block, job.keys);
   load_band(v, tiles[1], rows_of(job, job.v, pair), job.v, block, job.keys);
   // The first tile from `first` on of which a row sees a key of the block.
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
     return first;
   };
   float next_lse = 0, next_delta = 0;
-  const auto read_queries = [&](u32 first, Square (&to)[2]) {
+  const auto read_queries = [&](u32 first, SharedTile (&to)[2]) {
     read_ahead(to[0], q, job.q, first, job.queries), read_ahead(to[1], dy, job.dy, first, job.queries);
     const u32 row = first + threadIdx.x % SIDE;
     const u64 i = (u64)pair * job.queries + row;

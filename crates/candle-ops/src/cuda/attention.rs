@@ -212,7 +212,7 @@ impl Attention {
     ///
     /// The addresses must be those of tensors with these matrices, and of memory for a block's
     /// weights.
-    unsafe fn weigh(
+    unsafe fn compute_weights(
         &self,
         kernels: &Kernels,
         block: &Block,
@@ -254,7 +254,7 @@ impl Attention {
         let extents = [self.queries, self.keys, self.depths[1]];
         for block in &blocks {
             // SAFETY: the caller vouches for the addresses; there is memory for the largest block.
-            unsafe { self.weigh(kernels, block, [q, k], weights.at) }?;
+            unsafe { self.compute_weights(kernels, block, [q, k], weights.at) }?;
             for (i, head) in block.heads.clone().enumerate() {
                 let (v, y) = (self.part(v, head, block), self.part(y, head, block));
                 let factors = [self.weights_of(weights.at, i, block), v, y];
@@ -295,7 +295,7 @@ impl Attention {
             if kept.is_none() {
                 // SAFETY: the caller vouches for the addresses; there is memory for the largest
                 // block.
-                unsafe { self.weigh(kernels, block, [q, k], weights) }?;
+                unsafe { self.compute_weights(kernels, block, [q, k], weights) }?;
             }
             let count = block.batch.len();
             for (i, head) in block.heads.clone().enumerate() {

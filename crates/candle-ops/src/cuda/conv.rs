@@ -10,7 +10,7 @@ use super::jobs::{BiasJob, ColumnsJob, u32_of};
 use super::matmul::{Matrices, ONE};
 use super::node::node_of;
 use super::norm::sums_of_channels;
-use super::{Kernel, Kernels, Output, blocks_of_warps, one_type, stretches};
+use super::{Kernel, Kernels, Output, blocks_of_warps, chunks_of, one_type};
 use crate::graph::custom_op::{apply2, apply3};
 use crate::sizes::{Geometry, Grouped};
 
@@ -117,7 +117,7 @@ impl Convolve for ByCudnn {
                 count: u32_of(outputs),
                 ..Default::default()
             };
-            let blocks = blocks_of_warps(stretches(rows, outputs));
+            let blocks = blocks_of_warps(chunks_of(rows, outputs));
             // SAFETY: a `BiasJob` of the result's rows, and a row of biases.
             unsafe { kernels.launch(self.of.dtype, Kernel::add_bias, blocks, &job) }?;
         }
@@ -200,7 +200,7 @@ impl Convolve for Conv {
                 channels: u32_of(outputs),
                 unused: 0,
             };
-            let blocks = blocks_of_warps(stretches(rows, pixels));
+            let blocks = blocks_of_warps(chunks_of(rows, pixels));
             // SAFETY: a `BiasJob` of the result's planes, and a bias for each channel.
             unsafe { kernels.launch(dtype, Kernel::add_bias, blocks, &job) }?;
         }
@@ -326,8 +326,8 @@ impl Conv {
             padding: u32_of(g.window.padding),
         };
         let parts = match kernel {
-            Kernel::im2col => stretches(count * g.depth(), g.pixels()),
-            _ => stretches(count * g.channels, g.height * g.width),
+            Kernel::im2col => chunks_of(count * g.depth(), g.pixels()),
+            _ => chunks_of(count * g.channels, g.height * g.width),
         };
         // SAFETY: a `ColumnsJob`; the caller vouches for the addresses.
         unsafe { self.kernels.launch(dtype, kernel, blocks_of_warps(parts), &job) }

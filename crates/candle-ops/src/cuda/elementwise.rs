@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use super::channels_last::Order;
 use super::jobs::{AddRowsJob, BytesJob, MapJob, u32_of};
 use super::node::{node, node_of};
-use super::{Kernel, Kernels, Output, THREADS, blocks_of_threads, blocks_of_warps, stretches};
+use super::{Kernel, Kernels, Output, THREADS, blocks_of_threads, blocks_of_warps, chunks_of};
 use crate::graph::custom_op::{apply1, apply2};
 use crate::state::constants::constant;
 
@@ -52,7 +52,7 @@ pub(super) fn add_rows(kernels: &Arc<Kernels>, whole: &Tensor, row: &Tensor) -> 
         rows: u32_of(rows),
         count: u32_of(count),
     };
-    let blocks = blocks_of_warps(stretches(rows, count));
+    let blocks = blocks_of_warps(chunks_of(rows, count));
     // SAFETY: an `AddRowsJob` of `rows * count` elements, `count` and as many results, of this
     // type.
     unsafe { kernels.launch(whole.dtype(), Kernel::add_rows, blocks, &job) }?;
@@ -136,7 +136,7 @@ pub(super) fn normalize(
         channels: u32_of(channels),
         unused: 0,
     };
-    let blocks = blocks_of_warps(stretches(planes, pixels));
+    let blocks = blocks_of_warps(chunks_of(planes, pixels));
     // SAFETY: a `BytesJob` of `planes * pixels` bytes and as many results, with two numbers for
     // each channel.
     unsafe { kernels.launch(dtype, Kernel::scale_bytes, blocks, &job) }?;

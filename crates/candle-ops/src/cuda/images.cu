@@ -6,9 +6,9 @@
 struct BytesJob { u64 x, y, by; u32 planes, pixels, channels, unused; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) scale_bytes(const BytesJob job) {
-  const u32 all = job.planes * stretches(job.pixels);
+  const u32 all = job.planes * chunks(job.pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, job.pixels);
+    const Chunk s = chunk_of(task, job.pixels);
     const u32 c = s.row % job.channels;
     const float mean = load_one<F32>(job.by, c), std = load_one<F32>(job.by, job.channels + c);
     const u64 base = (u64)s.row * job.pixels + s.from, x = job.x + base, y = at(job.y, base);
@@ -38,9 +38,9 @@ struct ColumnsJob {
 /// Unrolls images; padding is 0. With kernels of one pixel without padding, a transposition.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) im2col(const ColumnsJob job) {
   const u32 taps = job.kernel_height * job.kernel_width, pixels = job.out_height * job.out_width;
-  const u32 depth = job.channels * taps, all = job.images * depth * stretches(pixels);
+  const u32 depth = job.channels * taps, all = job.images * depth * chunks(pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, pixels);
+    const Chunk s = chunk_of(task, pixels);
     const u32 image = s.row / depth, d = s.row - image * depth, channel = d / taps, tap = d - channel * taps;
     const u64 to = at(job.columns, image * job.per_image + d * job.per_tap + s.from);
     const u64 from = at(job.x, (u64)(image * job.channels + channel) * job.height * job.width);
@@ -71,9 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) im2col(const ColumnsJob
 /// Adds columns to the pixels that `im2col` took them from.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) col2im(const ColumnsJob job) {
   const u32 taps = job.kernel_height * job.kernel_width, pixels = job.height * job.width;
-  const u32 all = job.images * job.channels * stretches(pixels);
+  const u32 all = job.images * job.channels * chunks(pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, pixels);
+    const Chunk s = chunk_of(task, pixels);
     const u32 image = s.row / job.channels, channel = s.row - image * job.channels;
     const u64 from = at(job.columns, image * job.per_image + (u64)channel * taps * job.per_tap);
     const u64 to = at(job.x, (u64)s.row * pixels + s.from);
@@ -119,10 +119,10 @@ struct NormJob {
 template <class Visit>
 DEVICE void visit_part(const NormJob& job, u64 addresses, Visit visit) {
   const u32 channel = blockIdx.x / job.parts, part = blockIdx.x - channel * job.parts;
-  const u32 all = job.images * stretches(job.pixels);
+  const u32 all = job.images * chunks(job.pixels);
   const u32 from = (u32)((u64)all * part / job.parts), to = (u32)((u64)all * (part + 1) / job.parts);
   for (u32 task = from + threadIdx.x / WARP; task < to; task += THREADS / WARP) {
-    const Stretch s = stretch_of(task, job.pixels);
+    const Chunk s = chunk_of(task, job.pixels);
     const u64 base = (u64)(s.row * job.channels + channel) * job.pixels + s.from;
     sweep(addresses | base * sizeof(T::Bits), s.count, lane(), WARP,
           [&](u64 i, u32 many) { visit(base + i, many); });
@@ -176,9 +176,9 @@ DEVICE float inverse_deviation(const NormJob& job, u32 c) {
 
 /// `(x - mean) * gamma / deviation + beta`, and ReLU.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize(const NormJob job) {
-  const u32 all = job.images * job.channels * stretches(job.pixels);
+  const u32 all = job.images * job.channels * chunks(job.pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, job.pixels);
+    const Chunk s = chunk_of(task, job.pixels);
     const u32 c = s.row % job.channels;
     const u64 base = (u64)s.row * job.pixels + s.from, x = at(job.x, base), y = at(job.y, base);
     const float scale = load_one<F32>(job.gamma, c) / sqrtf(load_one<F32>(job.var, c) + job.eps);
@@ -238,9 +238,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_sums(const NormJob
 
 /// The gradient of the input; without `along`, with constant statistics.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_backward(const NormJob job) {
-  const u32 all = job.images * job.channels * stretches(job.pixels);
+  const u32 all = job.images * job.channels * chunks(job.pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, job.pixels);
+    const Chunk s = chunk_of(task, job.pixels);
     const u32 c = s.row % job.channels;
     const u64 base = (u64)s.row * job.pixels + s.from;
     const float mean = load_one<F32>(job.mean, c), inverse = inverse_deviation(job, c);
@@ -268,9 +268,9 @@ struct PoolJob {
 
 /// The largest of each window, and its index in the plane: the first of several, or the last NaN.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool(const PoolJob job) {
-  const u32 pixels = job.out_height * job.out_width, all = job.planes * stretches(pixels);
+  const u32 pixels = job.out_height * job.out_width, all = job.planes * chunks(pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, pixels);
+    const Chunk s = chunk_of(task, pixels);
     const u64 from = at(job.x, (u64)s.row * job.height * job.width), to = (u64)s.row * pixels + s.from;
     for (u32 i = lane(); i < s.count; i += WARP) {
       const u32 oy = (s.from + i) / job.out_width, ox = s.from + i - oy * job.out_width;
@@ -293,9 +293,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool(const PoolJob 
 /// `x` is the gradient of the input, `y` that of the result: each pixel gathers from the windows
 /// that it is in.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) max_pool_backward(const PoolJob job) {
-  const u32 pixels = job.height * job.width, all = job.planes * stretches(pixels);
+  const u32 pixels = job.height * job.width, all = job.planes * chunks(pixels);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, pixels);
+    const Chunk s = chunk_of(task, pixels);
     const u64 plane = (u64)s.row * job.out_height * job.out_width;
     for (u32 i = lane(); i < s.count; i += WARP) {
       const u32 own = s.from + i, y = own / job.width + job.padding;

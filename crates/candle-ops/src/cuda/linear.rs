@@ -11,7 +11,7 @@ use candle_core::{DType, Result, Tensor};
 use super::jobs::{BiasJob, u32_of};
 use super::matmul::{Matrices, ONE};
 use super::node::node;
-use super::{Kernel, Kernels, blocks_of_warps, one_type, stretches};
+use super::{Kernel, Kernels, blocks_of_warps, chunks_of, one_type};
 use crate::graph::custom_op::{apply2, apply3};
 use crate::graph::tape::casts::leaf_of_cast;
 use crate::sizes::LinearSizes;
@@ -85,7 +85,7 @@ impl Linear {
             count: u32_of(outputs),
             ..Default::default()
         };
-        let blocks = blocks_of_warps(stretches(rows, outputs));
+        let blocks = blocks_of_warps(chunks_of(rows, outputs));
         // SAFETY: a `BiasJob` of the result's rows, and one row.
         unsafe { kernels.launch(dtype, Kernel::add_bias, blocks, &job) }?;
         Ok(y)

@@ -69,7 +69,7 @@ pub const NAMES: &str = "conv2d, linear, batch_norm, relu, add, add_relu, \
      max_pool2d, global_avg_pool, layer_norm, softmax, gelu, self_attention, scaled_dot_product_attention, \
      cross_entropy, embedding, normalize";
 
-/// The kernels, compiled for a device, with its stream. Used by a [`Context`](crate::Context).
+/// The kernels, compiled for a device, with its stream. Used by a [`Context`].
 #[derive(Debug)]
 pub struct Kernels {
     /// cuDNN for convolutions, or the reason why it is not used.
@@ -323,15 +323,15 @@ fn blocks_of_threads(elements: usize) -> usize {
     elements.div_ceil(8 * THREADS).min(1 << 12)
 }
 
-/// Number of parts of rows of this length.
-fn stretches(rows: usize, length: usize) -> usize {
-    rows * length.div_ceil(STRETCH)
+/// Number of chunks of rows of this length.
+fn chunks_of(rows: usize, length: usize) -> usize {
+    rows * length.div_ceil(CHUNK)
 }
 
 /// The same as in `device.h` and `ops.cu`; and the columns of a block that sums parts, as in
 /// `channels_last.cu`.
 const THREADS: usize = 256;
-const STRETCH: usize = 1024;
+const CHUNK: usize = 1024;
 const FOLDED: usize = 8;
 
 #[cfg(test)]

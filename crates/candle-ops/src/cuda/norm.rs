@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor};
 use super::channels_last::Order;
 use super::jobs::{NormJob, TrackJob, u32_of};
 use super::node::node_of;
-use super::{FOLDED, Kernel, Kernels, blocks_of_warps, stretches};
+use super::{FOLDED, Kernel, Kernels, blocks_of_warps, chunks_of};
 use crate::graph::custom_op::apply3;
 use crate::sizes::{BatchNormOptions, Planes, Statistics};
 
@@ -111,7 +111,7 @@ impl Norm {
         let Planes { images, channels, pixels } = planes;
         let parts = match order {
             Order::First => {
-                let most = stretches(images, pixels).clamp(1, 64);
+                let most = chunks_of(images, pixels).clamp(1, 64);
                 (images * pixels / PART).clamp(1, most)
             }
             Order::Last => parts_of_rows(images * pixels, channels, SUMMING),
@@ -198,7 +198,7 @@ impl Norm {
     /// As [`add_up`](Self::add_up).
     unsafe fn each(&self, kernels: [Kernel; 2], job: &NormJob) -> Result<()> {
         let Planes { images, channels, pixels } = self.planes;
-        let of_planes = blocks_of_warps(stretches(images * channels, pixels));
+        let of_planes = blocks_of_warps(chunks_of(images * channels, pixels));
         let parts = parts_of_rows(images * pixels, channels, WRITING);
         let blocks = [of_planes, parts * channels.div_ceil(SLICE)];
         // SAFETY: the caller vouches for the addresses.

@@ -2,7 +2,7 @@
 //
 // Compiled after `ptx.h` and `device.h` for each element type, given by the macro `TYPE` (`F32`,
 // `F16`, `Bf16`). All compute in f32 and round once, to nearest even, when they write. Sums have a
-// fixed order: results do not depend on the launch. A warp takes a row, or a stretch of one; a
+// fixed order: results do not depend on the launch. A warp takes a row, or a chunk of one; a
 // plane of an image is a row.
 //
 // Addresses are numbers; the Rust function of a kernel's name fills its struct.
@@ -39,12 +39,12 @@ DEVICE void sweep(u64 addresses, u64 count, u64 first, u64 step, Visit visit) {
 }
 
 /// Elements of a row that a warp takes at a time.
-constexpr u32 STRETCH = 1024;
-struct Stretch { u32 row, from, count; };
-DEVICE u32 stretches(u32 length) { return (length + STRETCH - 1) / STRETCH; }
-DEVICE Stretch stretch_of(u32 index, u32 length) {
-  const u32 per_row = stretches(length), row = index / per_row, from = (index - row * per_row) * STRETCH;
-  return {row, from, length - from < STRETCH ? length - from : STRETCH};
+constexpr u32 CHUNK = 1024;
+struct Chunk { u32 row, from, count; };
+DEVICE u32 chunks(u32 length) { return (length + CHUNK - 1) / CHUNK; }
+DEVICE Chunk chunk_of(u32 index, u32 length) {
+  const u32 per_row = chunks(length), row = index / per_row, from = (index - row * per_row) * CHUNK;
+  return {row, from, length - from < CHUNK ? length - from : CHUNK};
 }
 
 DEVICE u64 at(u64 base, u64 i) { return base + i * sizeof(T::Bits); }
@@ -182,9 +182,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gelu_backward(const Map
 struct BiasJob { u64 y, bias; u32 rows, count, channels, unused; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) add_bias(const BiasJob job) {
-  const u32 all = job.rows * stretches(job.count);
+  const u32 all = job.rows * chunks(job.count);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, job.count);
+    const Chunk s = chunk_of(task, job.count);
     const u64 y = at(job.y, (u64)s.row * job.count + s.from), row = at(job.bias, s.from);
     const float own = job.channels ? load_one<T>(job.bias, s.row % job.channels) : 0;
     sweep(job.channels ? y : y | row, s.count, lane(), WARP, [&](u64 i, u32 many) {
@@ -202,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) add_bias(const BiasJob 
 struct AddRowsJob { u64 a, b, y; u32 rows, count; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) add_rows(const AddRowsJob job) {
-  const u32 all = job.rows * stretches(job.count);
+  const u32 all = job.rows * chunks(job.count);
   for (u32 task = warp_index(); task < all; task += warp_count()) {
-    const Stretch s = stretch_of(task, job.count);
+    const Chunk s = chunk_of(task, job.count);
     const u64 first = (u64)s.row * job.count + s.from;
     const u64 a = at(job.a, first), b = at(job.b, s.from), y = at(job.y, first);
     sweep(a | b | y, s.count, lane(), WARP, [&](u64 i, u32 many) {

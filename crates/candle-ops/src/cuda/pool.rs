@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 use super::channels_last::Order;
 use super::jobs::{MeanJob, PoolJob, u32_of};
 use super::node::{node, node_of};
-use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, stretches};
+use super::{Kernel, Kernels, blocks_of_threads, blocks_of_warps, chunks_of};
 use crate::graph::custom_op::apply1;
 use crate::sizes::Windows;
 
@@ -68,7 +68,7 @@ impl Pool {
             channels: u32_of(channels),
             unused: 0,
         };
-        let of_planes = blocks_of_warps(stretches(planes, pixels));
+        let of_planes = blocks_of_warps(chunks_of(planes, pixels));
         let blocks = self.order.pick([of_planes, blocks_of_threads(planes * pixels)]);
         // SAFETY: a `PoolJob`; the caller vouches for the addresses.
         unsafe { self.kernels.launch(self.dtype, kernel, blocks, &job) }

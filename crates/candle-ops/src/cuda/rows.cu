@@ -52,7 +52,7 @@ struct Team {
     for (u32 first = blockIdx.x * teams(); first < rows; first += gridDim.x * teams())
       visit(first + own() < rows ? first + own() : rows);
   }
-  /// What all threads of the team give, combined in order by `f`.
+  /// The values of the team's warps, combined in order by `f`.
   template <class F>
   DEVICE float combine(float of_warp, F f) const {
     if (warps == 1) return of_warp;

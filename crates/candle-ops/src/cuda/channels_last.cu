@@ -167,7 +167,7 @@ DEVICE void fold_parts(double (&sums)[N], u32 parts, Add add) {
     for (u32 n = 0; n < N; n++) sums[n] += all[n][warp][threadIdx.x];
 }
 
-/// Folds the parts of each channel to the results of `moments`, or, with a gradient, of `norm_sums`.
+/// Folds the parts of each channel to the results of `moments`, or of `norm_sums` with a gradient.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_parts_last(const NormJob job) {
   const u32 c = blockIdx.x * OWN + threadIdx.x % OWN;
   double sums[2] = {};

@@ -151,7 +151,8 @@ trait Loop {
 fn widest(work: impl Loop) {
     #[cfg(target_arch = "x86_64")]
     {
-        // As in the crates that are measured against it: `benches/side_by_side/optim.sh --isa avx2`.
+        // As in the crates that are measured against it: `benches/side_by_side/optim.sh --isa
+        // avx2`.
         static IS_ALLOWED: LazyLock<bool> = LazyLock::new(|| {
             std::env::var_os("GRADSTACK_SIMD").is_none_or(|simd| simd == "avx512")
         });

@@ -1,7 +1,6 @@
 //! The files in `configs/`: each is right, and shows what it says when it is run for a few
 //! iterations.
 
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -41,11 +40,11 @@ impl Place {
     }
 
     /// Starts a program, and collects what it writes in the file `name`.
-    fn start(&self, name: &str, args: &[&str]) -> Child {
+    fn start(&self, name: &str, args: &[&str]) -> Running {
         let log = std::fs::File::create(self.path(name)).unwrap();
         let mut command = Command::new(WORKER);
         command.args(args).current_dir(&self.0).stdin(Stdio::null());
-        command.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap()
+        Running(command.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap())
     }
 
     fn log(&self, name: &str) -> String {
@@ -95,6 +94,16 @@ impl Place {
         let mut all: Vec<_> = all.collect();
         all.sort_unstable();
         all
+    }
+}
+
+/// A process that does not outlive its test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        drop(self.0.kill());
+        drop(self.0.wait());
     }
 }
 
@@ -223,15 +232,10 @@ fn a_stream_resumes_after_its_last_sample() {
 fn an_elastic_run_goes_on_without_a_lost_node() {
     let place = Place::new();
     let config = configuration("elastic_digits");
-    let mut store = Command::new(WORKER)
-        .args(["store", "--listen", "127.0.0.1:0"])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut line = String::new();
-    BufReader::new(store.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let endpoint = format!("127.0.0.1:{}", line.trim().rsplit(':').next().unwrap());
+    let _store = place.start("store.log", &["store", "--listen", "127.0.0.1:0"]);
+    place.await_text("store.log", "\n");
+    let endpoint =
+        format!("127.0.0.1:{}", place.log("store.log").trim().rsplit(':').next().unwrap());
     let node = |name| {
         let launch = ["launch", "--nnodes", "1:4", "--nproc-per-node", "1", "--max-restarts", "3"];
         let meet = ["--rdzv-endpoint", &endpoint];
@@ -240,21 +244,18 @@ fn an_elastic_run_goes_on_without_a_lost_node() {
         let long = ["--cfg-options", "train_cfg.max_epochs=1000"];
         place.start(name, &[&launch[..], &meet, &soon, &train, &long].concat())
     };
-    let (mut kept, mut lost) = (node("kept.log"), node("lost.log"));
+    let (mut kept, lost) = (node("kept.log"), node("lost.log"));
     let saved = place.path("run/last_checkpoint");
     let start = Instant::now();
     while !saved.exists() {
         assert!(start.elapsed() < tests::DEADLINE, "{}", place.log("kept.log"));
         std::thread::sleep(Duration::from_millis(10));
     }
-    lost.kill().unwrap();
-    lost.wait().unwrap();
+    drop(lost);
     place.await_text("kept.log", "resumed from run/iter_");
-    let pid = Pid::from_child(&kept);
+    let pid = Pid::from_child(&kept.0);
     kill_process(pid, Signal::TERM).unwrap();
-    let status = tests::wait(&mut kept, tests::DEADLINE);
-    store.kill().unwrap();
-    store.wait().unwrap();
+    let status = tests::wait(&mut kept.0, tests::DEADLINE);
     let said = place.log("kept.log");
     // Ended by a signal, after a checkpoint.
     assert_eq!(status.code(), Some(75), "{said}");

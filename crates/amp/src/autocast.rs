@@ -12,29 +12,9 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::Arc;
 
-use crate::{Error, Result};
-
-/// The floating-point types of an operator's inputs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DType {
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-    /// Single precision.
-    F32,
-    /// Double precision: never cast.
-    F64,
-}
-
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(["f16", "bf16", "f32", "f64"][*self as usize])
-    }
-}
+use crate::{DType, Error, Result};
 
 /// The rule for an operator, with PyTorch's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -62,6 +62,7 @@ mod cast;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod dtype;
 mod error;
 mod found_inf;
 mod grad_scaler;
@@ -71,8 +72,9 @@ mod overflow;
 mod scaler;
 mod unscale;
 
-pub use autocast::{Autocast, Cast, CastRule, DType};
+pub use autocast::{Autocast, Cast, CastRule};
 pub use cast::{CastTo, cast};
+pub use dtype::DType;
 pub use error::{Error, Result};
 pub use found_inf::{Element, has_non_finite};
 pub use grad_scaler::GradScaler;

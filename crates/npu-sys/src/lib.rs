@@ -38,19 +38,21 @@ mod loader;
 mod plan;
 mod probe;
 mod result;
+mod returned;
 pub mod safe;
 mod soc;
 mod status;
 pub mod sys;
 mod table;
+mod types;
 
 pub use loader::{Attempt, LoadError};
 pub use plan::Plan;
 pub use probe::{Devices, Version, probe, probe_with};
 pub use result::finalize;
+pub use returned::Returned;
 pub use soc::Soc;
 pub use status::{Error, Result, Status};
-pub use table::Returned;
 
 /// Tests the examples of the README.
 #[cfg(doctest)]

@@ -6,8 +6,8 @@
 use std::ffi::c_void;
 
 use crate::Result;
-use crate::sys::{AclOpExecutor, AclrtStream, Run};
-use crate::table::Returned;
+use crate::returned::Returned;
+use crate::types::{AclOpExecutor, AclrtStream, Run};
 
 /// An operator with its arguments, not yet enqueued. Running it frees it.
 #[derive(Debug)]

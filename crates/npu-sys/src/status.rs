@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::LoadError;
-use crate::sys::{AclError, AclnnStatus, Constant, HcclResult, Ops};
+use crate::types::{AclError, AclnnStatus, Constant, HcclResult};
 
 /// An error number that a function of CANN returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,12 +81,14 @@ pub enum Error {
         function: &'static str,
     },
     /// The installed CANN lacks an optional function.
-    #[error("{} has no function {function}; CANN {} has it", origin.unwrap_or("the installed CANN"), since(function))]
+    #[error("{} has no function {function}; CANN {} has it", origin.unwrap_or("the installed CANN"), since)]
     NoFunction {
         /// The function's C name.
         function: &'static str,
         /// The searched libraries and their version, as far as known.
         origin: Option<&'static str>,
+        /// The first version of CANN that has it; only operators can be newer than 8.1.
+        since: &'static str,
     },
     /// An invalid argument; no function of CANN was called.
     #[error("{what}")]
@@ -94,11 +96,6 @@ pub enum Error {
         /// The message.
         what: String,
     },
-}
-
-/// The first version of CANN that has a function. Only operators can be newer than 8.1.
-fn since(function: &str) -> &'static str {
-    Ops::SYMBOLS.iter().find(|row| row.name == function).map_or("8.1", |row| row.since)
 }
 
 /// The result of this crate's fallible functions.

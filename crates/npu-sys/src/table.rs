@@ -1,79 +1,6 @@
 //! Macros that generate, from the rows in `sys`, tables of function pointers looked up by name, and
 //! one Rust method for each C function, which returns the status as a [`Result`].
 
-use std::ffi::c_char;
-
-use crate::status::{Status, check};
-use crate::sys::{
-    AclError, AclIntArray, AclScalar, AclScalarList, AclTensor, AclTensorList, AclnnStatus,
-    HcclResult,
-};
-use crate::{Error, Result};
-
-/// A return type of a C function, and how to detect a failure.
-pub trait Returned: sealed::Sealed {
-    /// The value on success.
-    type Value;
-
-    /// Returns the value, or the error of `function`.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Status`], [`Error::Null`].
-    fn checked(self, function: &'static str) -> Result<Self::Value>;
-}
-
-mod sealed {
-    #[expect(unnameable_types, reason = "sealed: only this crate implements it")]
-    pub trait Sealed {}
-}
-
-macro_rules! statuses {
-    ($($rust:ty: $status:path,)*) => {$(
-        impl sealed::Sealed for $rust {}
-        impl Returned for $rust {
-            type Value = ();
-
-            fn checked(self, function: &'static str) -> Result<()> {
-                check(function, $status(self))
-            }
-        }
-    )*};
-}
-
-statuses! { AclError: Status::Acl, AclnnStatus: Status::Aclnn, HcclResult: Status::Hccl, }
-
-macro_rules! values {
-    ($($rust:ty,)*) => {$(
-        impl sealed::Sealed for $rust {}
-        impl Returned for $rust {
-            type Value = Self;
-
-            fn checked(self, _: &'static str) -> Result<Self> {
-                Ok(self)
-            }
-        }
-    )*};
-}
-
-// Names may be null; the caller checks that.
-values! { u32, *const c_char, }
-
-macro_rules! objects {
-    ($($rust:ty,)*) => {$(
-        impl sealed::Sealed for *mut $rust {}
-        impl Returned for *mut $rust {
-            type Value = Self;
-
-            fn checked(self, function: &'static str) -> Result<Self> {
-                if self.is_null() { Err(Error::Null { function }) } else { Ok(self) }
-            }
-        }
-    )*};
-}
-
-objects! { AclTensor, AclScalar, AclIntArray, AclTensorList, AclScalarList, }
-
 /// Declares how a table is loaded: from the installed CANN, or from given files.
 macro_rules! found {
     ($table:ident, $libraries:ident) => {
@@ -213,11 +140,11 @@ macro_rules! bind {
                 /// The caller must follow CANN's documentation of this function.
                 pub unsafe fn $f(
                     &self, $($a: $t),*
-                ) -> $crate::Result<<$r as $crate::table::Returned>::Value> {
+                ) -> $crate::Result<<$r as $crate::Returned>::Value> {
                     // SAFETY: the caller follows the function's rules; the type is the declared
                     // one.
                     let returned = unsafe { (self.$f)($($a),*) };
-                    $crate::table::Returned::checked(returned, stringify!($f))
+                    $crate::Returned::checked(returned, stringify!($f))
                 }
             )*
 
@@ -234,15 +161,16 @@ macro_rules! bind {
                 /// The caller must follow CANN's documentation of this function.
                 pub unsafe fn $of(
                     &self, $($oa: $ot),*
-                ) -> $crate::Result<<$or as $crate::table::Returned>::Value> {
+                ) -> $crate::Result<<$or as $crate::Returned>::Value> {
                     let function = self.$of.ok_or($crate::Error::NoFunction {
                         function: stringify!($of),
                         origin: self.origin,
+                        since: "8.1",
                     })?;
                     // SAFETY: the caller follows the function's rules; the type is the declared
                     // one.
                     let returned = unsafe { function($($oa),*) };
-                    $crate::table::Returned::checked(returned, stringify!($of))
+                    $crate::Returned::checked(returned, stringify!($of))
                 }
             )*
         }
@@ -368,16 +296,16 @@ macro_rules! bind_ops {
                 /// The caller must follow CANN's documentation of this function.
                 pub unsafe fn $run(&self, $($a: $t),*) -> $crate::Result<$crate::Plan> {
                     let function = stringify!($plan);
-                    let origin = self.origin;
-                    let phases =
-                        self.$run.ok_or($crate::Error::NoFunction { function, origin })?;
+                    let (origin, since) = (self.origin, $crate::table::since!($($since)?));
+                    let missing = $crate::Error::NoFunction { function, origin, since };
+                    let phases = self.$run.ok_or(missing)?;
                     let mut workspace_bytes = 0;
                     let mut executor = std::ptr::null_mut();
                     // SAFETY: the caller follows the function's rules; the two results are locals.
                     let returned = unsafe {
                         (phases.plan)($($a,)* &raw mut workspace_bytes, &raw mut executor)
                     };
-                    $crate::table::Returned::checked(returned, function)?;
+                    $crate::Returned::checked(returned, function)?;
                     let (run, operator) = (phases.run, stringify!($run));
                     Ok($crate::Plan { operator, workspace_bytes, executor, run })
                 }

@@ -9,21 +9,13 @@ mod acl;
 mod hccl;
 mod nnop;
 mod ops;
-mod types;
-
-use std::ffi::{c_char, c_void};
 
 pub use acl::{ACL_LIBRARIES, Acl};
 pub use hccl::{HCCL_LIBRARIES, Hccl};
 pub use nnop::{NNOP_LIBRARIES, Nnop};
-pub use ops::{NEWER_OP_HEADERS, OP_HEADERS, OPS_LIBRARIES, Ops, Phases, Run};
-pub use types::*;
+pub use ops::{NEWER_OP_HEADERS, OP_HEADERS, OPS_LIBRARIES, Ops, Phases};
 
-/// A type of the C interface and its C++ spelling.
-pub trait CType {
-    /// The C++ spelling.
-    fn c() -> String;
-}
+pub use crate::types::*;
 
 /// One function of a table.
 #[derive(Clone, Copy, Debug)]
@@ -38,40 +30,4 @@ pub struct Symbol {
     pub result: fn() -> String,
     /// The C++ spellings of the parameter types.
     pub parameters: &'static [fn() -> String],
-}
-
-macro_rules! spelled {
-    ($($rust:ty => $c:literal,)*) => {
-        $(impl $crate::sys::CType for $rust {
-            fn c() -> String {
-                $c.into()
-            }
-        })*
-    };
-}
-pub(crate) use spelled;
-
-spelled! {
-    c_void => "void",
-    c_char => "char",
-    bool => "bool",
-    i32 => "int32_t",
-    u32 => "uint32_t",
-    i64 => "int64_t",
-    u64 => "uint64_t",
-    usize => "size_t",
-    f32 => "float",
-    f64 => "double",
-}
-
-impl<T: CType> CType for *const T {
-    fn c() -> String {
-        format!("{} const*", T::c())
-    }
-}
-
-impl<T: CType> CType for *mut T {
-    fn c() -> String {
-        format!("{}*", T::c())
-    }
 }

@@ -54,10 +54,6 @@ pub const OP_HEADERS: &[&str] = &[
 pub const NEWER_OP_HEADERS: &[&str] =
     &["amp_update_scale", "foreach_non_finite_check_and_unscale", "fused_adamw", "fused_sgd"];
 
-/// The second function of every operator: takes workspace, its size, the plan and the stream.
-pub type Run =
-    unsafe extern "C" fn(*mut c_void, u64, *mut AclOpExecutor, AclrtStream) -> AclnnStatus;
-
 /// An operator's two functions.
 #[derive(Clone, Copy, Debug)]
 pub struct Phases<P> {

@@ -8,7 +8,46 @@
 use std::ffi::{c_char, c_void};
 use std::mem::offset_of;
 
-use super::spelled;
+/// A type of the C interface and its C++ spelling.
+pub trait CType {
+    /// The C++ spelling.
+    fn c() -> String;
+}
+
+macro_rules! spelled {
+    ($($rust:ty => $c:literal,)*) => {
+        $(impl $crate::types::CType for $rust {
+            fn c() -> String {
+                $c.into()
+            }
+        })*
+    };
+}
+
+spelled! {
+    c_void => "void",
+    c_char => "char",
+    bool => "bool",
+    i32 => "int32_t",
+    u32 => "uint32_t",
+    i64 => "int64_t",
+    u64 => "uint64_t",
+    usize => "size_t",
+    f32 => "float",
+    f64 => "double",
+}
+
+impl<T: CType> CType for *const T {
+    fn c() -> String {
+        format!("{} const*", T::c())
+    }
+}
+
+impl<T: CType> CType for *mut T {
+    fn c() -> String {
+        format!("{}*", T::c())
+    }
+}
 
 /// A constant of the headers.
 #[derive(Clone, Copy, Debug)]
@@ -431,6 +470,10 @@ pub const HCCL_FIELDS: [&[Field]; 3] = [
         rdma_service_level = hcclRdmaServiceLevel: u32,
     },
 ];
+
+/// The second function of every operator: takes workspace, its size, the plan and the stream.
+pub type Run =
+    unsafe extern "C" fn(*mut c_void, u64, *mut AclOpExecutor, AclrtStream) -> AclnnStatus;
 
 #[cfg(test)]
 mod tests {

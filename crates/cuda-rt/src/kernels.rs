@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 
 use crate::device::Device;
-use crate::driver::{Gpu, Kernel};
 use crate::error::Result;
+use crate::gpu::{Gpu, Kernel, with_headers};
 
 /// Kernels that are compiled together and launched on one stream.
 ///
@@ -44,7 +44,7 @@ impl Kernels {
     /// The compiler's input for `source`: with both headers.
     #[must_use]
     pub fn source(source: &str) -> String {
-        [crate::PTX_H, crate::DEVICE_H, source].concat()
+        with_headers(source)
     }
 
     /// Launches `blocks` blocks of kernel number `kernel` in the names given to [`new`](Self::new);

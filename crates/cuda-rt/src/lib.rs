@@ -34,6 +34,7 @@ mod candle;
 mod device;
 mod driver;
 mod error;
+mod gpu;
 mod kernels;
 pub mod library;
 mod nvrtc;
@@ -44,8 +45,8 @@ pub mod testing;
 
 pub use cache::{Entry, folder as cache_folder};
 pub use device::Device;
-pub use driver::{Gpu, Kernel, Memory, compiled, options};
 pub use error::{Attempt, CudaError, Result};
+pub use gpu::{Gpu, Kernel, Memory, compiled, options};
 pub use kernels::Kernels;
 pub use nvrtc::{Cubin, Nvrtc};
 pub use slice::{DType, DeviceSlice};

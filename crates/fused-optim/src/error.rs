@@ -166,7 +166,7 @@ pub enum Error {
     /// CUDA or NVRTC failed, or is missing.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
-    Cuda(#[from] crate::cuda::CudaError),
+    Cuda(#[from] cuda_rt::CudaError),
     /// CANN failed, or is missing.
     #[cfg(feature = "npu")]
     #[error(transparent)]
@@ -231,6 +231,23 @@ pub(crate) const fn check_aligned(ptr: u64, dtype: DType) -> Result<()> {
         true => Ok(()),
         false => Err(Error::MisalignedPointer { ptr, dtype }),
     }
+}
+
+/// An error for an entry of a state dict.
+pub(crate) fn problem(key: impl Into<String>, problem: StateProblem) -> Error {
+    Error::State { key: key.into(), problem }
+}
+
+/// An error for an entry with an invalid value.
+pub(crate) fn invalid(key: impl Into<String>, reason: impl Into<String>) -> Error {
+    problem(key, StateProblem::Invalid(reason.into()))
+}
+
+/// Turns the cause of a failed action into an error.
+pub(crate) fn format<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
+    action: &'static str,
+) -> impl FnOnce(E) -> Error {
+    move |source| Error::Format { action, source: source.into() }
 }
 
 /// The result of this crate's fallible functions.

@@ -6,7 +6,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use crate::state_dict::format;
+use crate::error::format;
 use crate::{ParamSpec, ParamState, Result, StateDict};
 
 /// Takes one vector of a state: its tensor's index, its name, its values.

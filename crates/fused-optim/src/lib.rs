@@ -160,10 +160,13 @@ pub mod candle;
 mod clip;
 mod core;
 mod cpu;
+mod cpu_optimizer;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod device;
 mod elementwise;
 mod error;
+mod hyper_param;
 mod layout;
 mod names;
 mod norms;
@@ -175,22 +178,22 @@ mod rule;
 mod rules;
 mod state;
 mod state_dict;
+mod step;
 mod sweep;
 mod torch;
 
 pub use clip::{Clip, ClipNorm, TotalNorm, clip_grad_norm, clip_grad_value};
-pub use cpu::CpuOptimizer;
+pub use cpu_optimizer::CpuOptimizer;
+pub use device::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};
 pub use elementwise::{ElementwiseRule, State};
 pub use error::{Error, Result, StateProblem};
+pub use hyper_param::HyperParam;
 pub use layout::{ParamLayout, ReadState, StateLayout, VisitState};
-pub use names::ParamSpec;
-pub use optimizer::{
-    Applied, DeviceOptimizer, DeviceParam, DeviceParams, FoundInf, GradStats, HalfWeights,
-    HyperParam, Launches, Optimizer, StepCtl, Tuned,
-};
-pub use param::{DType, Ema, Grad, ParamGroup, ParamMut, Slice, SliceMut};
+pub use optimizer::{DeviceOptimizer, Optimizer};
+pub use param::{DType, Ema, Grad, ParamGroup, ParamMut, ParamSpec, Slice, SliceMut};
 pub use rules::*;
 pub use state_dict::{ParamState, StateDict};
+pub use step::{Applied, FoundInf, HalfWeights, StepCtl};
 
 /// Tests the examples of the README.
 #[cfg(all(doctest, feature = "candle"))]

@@ -6,50 +6,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::state::{invalid, problem};
-use crate::{Error, Result, StateLayout, StateProblem};
-
-/// A parameter's name, and its shape if known.
-///
-/// ```
-/// use fused_optim::{AdamW, AdamWHyper, Optimizer, ParamSpec};
-///
-/// let mut adamw = AdamW::with_one_group(AdamWHyper::default(), 2)?;
-/// adamw.set_param_names(&[ParamSpec::new("fc.weight", &[10, 64]), ParamSpec::from("fc.bias")])?;
-/// # Ok::<(), fused_optim::Error>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ParamSpec {
-    /// Unique within the model, for example `layer1.0.conv1.weight`.
-    pub name: String,
-    /// Its dimensions; `None`, if unknown, matches every shape.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub shape: Option<Vec<usize>>,
-}
-
-impl ParamSpec {
-    /// A name and a shape.
-    pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
-        Self { name: name.into(), shape: Some(shape.to_vec()) }
-    }
-
-    /// Number of elements, if the shape is known.
-    pub(crate) fn count(&self) -> Option<usize> {
-        let shape = self.shape.as_ref()?;
-        Some(shape.iter().fold(1, |count: usize, dim| count.saturating_mul(*dim)))
-    }
-}
-
-impl From<&str> for ParamSpec {
-    /// A name alone.
-    fn from(name: &str) -> Self {
-        Self { name: name.to_owned(), shape: None }
-    }
-}
+use crate::error::{invalid, problem};
+use crate::{Error, ParamSpec, Result, StateLayout, StateProblem};
 
 /// Returns an error if two parameters have the same name.
 pub(crate) fn check_unique(params: &[ParamSpec]) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Weights and gradients of a step, as slices of f32, f16 or bf16.
+//! Weights and gradients of a step, as slices of f32, f16 or bf16; groups, names and shapes.
 //!
 //! A tensor is a slice, and for some rules its number of rows. It is identified by its index in the
 //! list passed to [`Optimizer::step`](crate::Optimizer::step): the same tensor must have the same
@@ -9,6 +9,7 @@ use std::fmt;
 use std::ops::Range;
 
 use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
 
 /// The element type of a weight or a gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -303,6 +304,45 @@ impl<H> ParamGroup<H> {
     /// A group over the given tensors.
     pub fn new(hyper: H, params: impl IntoIterator<Item = usize>) -> Self {
         Self { hyper, params: params.into_iter().collect() }
+    }
+}
+
+/// A parameter's name, and its shape if known.
+///
+/// ```
+/// use fused_optim::{AdamW, AdamWHyper, Optimizer, ParamSpec};
+///
+/// let mut adamw = AdamW::with_one_group(AdamWHyper::default(), 2)?;
+/// adamw.set_param_names(&[ParamSpec::new("fc.weight", &[10, 64]), ParamSpec::from("fc.bias")])?;
+/// # Ok::<(), fused_optim::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParamSpec {
+    /// Unique within the model, for example `layer1.0.conv1.weight`.
+    pub name: String,
+    /// Its dimensions; `None`, if unknown, matches every shape.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shape: Option<Vec<usize>>,
+}
+
+impl ParamSpec {
+    /// A name and a shape.
+    pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
+        Self { name: name.into(), shape: Some(shape.to_vec()) }
+    }
+
+    /// Number of elements, if the shape is known.
+    pub(crate) fn count(&self) -> Option<usize> {
+        let shape = self.shape.as_ref()?;
+        Some(shape.iter().fold(1, |count: usize, dim| count.saturating_mul(*dim)))
+    }
+}
+
+impl From<&str> for ParamSpec {
+    /// A name alone.
+    fn from(name: &str) -> Self {
+        Self { name: name.to_owned(), shape: None }
     }
 }
 

@@ -7,9 +7,10 @@ use std::{fmt, io};
 use crate::cpu::pages::{Buffer, LINE, Pages};
 use crate::cpu::quant::Codes;
 use crate::cpu::{SLOTS, SlotMut};
+use crate::error::{invalid, problem};
 use crate::rule::Hyper;
 use crate::state_dict::MASTER;
-use crate::{DType, Error, ParamLayout, ParamState, Result, Slice, StateProblem, cpu};
+use crate::{DType, ParamLayout, ParamState, Result, Slice, StateProblem, cpu};
 
 /// The state of one tensor. All vectors have the tensor's length, unless the rule is
 /// [by tensor](Hyper::BY_TENSOR).
@@ -358,12 +359,4 @@ impl fmt::Debug for TensorState {
             .field("count", &self.lengths().next())
             .finish_non_exhaustive()
     }
-}
-
-pub(crate) fn problem(key: impl Into<String>, problem: StateProblem) -> Error {
-    Error::State { key: key.into(), problem }
-}
-
-pub(crate) fn invalid(key: impl Into<String>, reason: impl Into<String>) -> Error {
-    problem(key, StateProblem::Invalid(reason.into()))
 }

@@ -12,8 +12,10 @@ use safetensors::{Dtype, SafeTensors};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::state::{invalid, problem};
-use crate::{Error, ParamSpec, Result, StateProblem};
+#[cfg(doc)]
+use crate::Error;
+use crate::error::{format, invalid, problem};
+use crate::{ParamSpec, Result, StateProblem};
 
 /// An optimizer's state and hyper-parameters, with PyTorch's names.
 ///
@@ -169,12 +171,6 @@ fn read_bytes<'a>(
         return Ok(view.data());
     }
     Err(problem(key, StateProblem::Dtype { expected, got: format!("{:?}", view.dtype()) }))
-}
-
-pub(crate) fn format<E: Into<Box<dyn std::error::Error + Send + Sync>>>(
-    action: &'static str,
-) -> impl FnOnce(E) -> Error {
-    move |source| Error::Format { action, source: source.into() }
 }
 
 /// Name of a half weight's f32 value in a tensor's state.

@@ -9,9 +9,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::core::json_of;
+use crate::error::{invalid, problem};
 use crate::names::PARAMS;
 use crate::rule::Hyper;
-use crate::state::{invalid, problem};
 use crate::state_dict::{STEP, parse_key, read_file, read_floats};
 use crate::{
     AdadeltaHyper, AdamHyper, AdamWHyper, ParamSpec, Result, RmsPropHyper, SgdHyper, StateDict,

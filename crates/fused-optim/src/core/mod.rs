@@ -13,9 +13,10 @@ use serde_json::{Map, Value};
 use crate::cpu::pages::Pages;
 use crate::cpu::plan::{Layout, share_count};
 use crate::cpu::{BLOCK, Block, FirstSweep, GradMap, Piece, SLOTS, Scratch, SlotMut, step_key};
+use crate::error::invalid;
 use crate::names::{self, PARAMS};
 use crate::rule::{Hyper, OwnClip, require};
-use crate::state::{Slot, TensorState, invalid};
+use crate::state::{Slot, TensorState};
 use crate::state_dict::{MASTER, STEP};
 use crate::{
     Applied, DType, Ema, Error, FoundInf, Grad, HalfWeights, HyperParam, ParamGroup, ParamMut,

@@ -8,11 +8,12 @@ use serde_json::Value;
 
 use super::{Core, Tensor, Tensors, json_of};
 use crate::cpu::pages::Pages;
+use crate::error::{format, invalid, problem};
 use crate::names::{self, Indices, PARAMS};
 use crate::param::rows;
 use crate::rule::Hyper;
-use crate::state::{TensorState, invalid, problem};
-use crate::state_dict::{MASTER, format};
+use crate::state::TensorState;
+use crate::state_dict::MASTER;
 use crate::{
     Error, ParamGroup, ReadState, Result, StateDict, StateLayout, StateProblem, VisitState,
 };

@@ -16,7 +16,6 @@
 //! loops by four. f16 conversion is left to `half`, which detects `fp16` and converts four at a
 //! time with `fcvtl` and `fcvtn`; the intrinsics for these are not stable yet.
 
-mod optimizer;
 pub(crate) mod pages;
 mod piece;
 pub(crate) mod plan;
@@ -37,7 +36,6 @@ use half::slice::HalfFloatSliceExt;
 
 use self::pages::LINE;
 use crate::{Slice, SliceMut};
-pub use optimizer::CpuOptimizer;
 pub(crate) use piece::{Block, Piece, SLOTS, Scratch, SlotMut, step_key};
 pub(crate) use plan::BLOCK;
 pub(crate) use prefetch::Prefetching;

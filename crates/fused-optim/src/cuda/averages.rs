@@ -5,9 +5,9 @@
 use bytemuck::cast_slice;
 use cuda_rt::Device;
 
+use super::LaunchShape;
 use super::device::{Program, blocks, launch, read_floats};
 use super::table::{Chunk, Job, SPAN, Tensor, chunks};
-use super::tune::LaunchShape;
 use super::{DeviceSlice, Gpu};
 use crate::core::check_len;
 use crate::cpu::plan::Layout;

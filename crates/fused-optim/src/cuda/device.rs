@@ -2,8 +2,8 @@
 
 use cuda_rt::Device;
 
+use super::LaunchShape;
 use super::table::{Job, Types};
-use super::tune::LaunchShape;
 use crate::Result;
 
 /// Kernels that are compiled together.

@@ -7,37 +7,15 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::device::Program;
-use super::grad_stats::{self, GradStats};
 use super::rules::DeviceHyper;
-use super::{CudaOptimizer, DeviceParam, Gpu, Launches, Tuned};
+use super::{
+    CudaOptimizer, DeviceParam, DeviceParams, Gpu, GradStats, Launches, Tuned, grad_stats,
+};
 use crate::rule::group_methods;
 use crate::{
     Applied, Clip, DeviceOptimizer, Error, FoundInf, HalfWeights, Optimizer, ParamGroup, ParamMut,
     Result, StateDict, StateLayout, StepCtl, VisitState,
 };
-
-/// Tensors in device memory, lent for a step.
-#[derive(Clone, Copy, Debug)]
-pub struct DeviceParams<'a> {
-    on: &'a Gpu,
-    params: &'a [DeviceParam],
-}
-
-impl<'a> DeviceParams<'a> {
-    /// Lends `params` for work in the stream of `on`.
-    ///
-    /// # Safety
-    ///
-    /// Each address must have that number of elements of that type on the device of `on`, until all
-    /// work that is launched in its stream while this is lent is done. Other code that writes or
-    /// frees them, or reads the weights, is ordered before or after that work. No weight overlaps
-    /// another weight or a gradient; gradients that are not cleared may overlap each other.
-    #[must_use]
-    #[expect(unsafe_code, reason = "an address is only a number")]
-    pub const unsafe fn new(on: &'a Gpu, params: &'a [DeviceParam]) -> Self {
-        Self { on, params }
-    }
-}
 
 /// An [`Optimizer`] whose weights, gradients and state are on a GPU; `H` is the rule's
 /// hyper-parameters.

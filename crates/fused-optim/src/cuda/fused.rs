@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytemuck::{bytes_of, bytes_of_mut, cast_slice, cast_slice_mut};
 use cuda_rt::Device;
 
+use super::LaunchShape;
 use super::averages::AverageKernel;
 use super::device::{Program, Tables, blocks, launch};
 use super::device_state::DeviceState;
@@ -19,8 +20,7 @@ use super::table::{
     Class, DeviceStatus, Group, Job, Plan, Progress, Request, Shape, Tensor, Types,
 };
 use super::taken_stats::TakenStats;
-use super::tune::LaunchShape;
-use super::{DType, DeviceParam, Gpu, Launches, LossScale};
+use super::{DType, DeviceParam, Gpu, Launches, LossScale, validate, without_addresses};
 use crate::core::{Core, check_len};
 use crate::{Error, Result, StepCtl, norms};
 
@@ -104,9 +104,9 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
         self.validate(params)?;
         let members: Vec<(usize, usize)> =
             self.core.members().filter(|(index, _)| params[*index].grad.is_some()).collect();
-        let without_addresses = params.iter().map(DeviceParam::without_addresses);
+        let lengths = params.iter().map(without_addresses);
         if let Some(bound) = &self.bound
-            && without_addresses.eq(bound.params.iter().copied())
+            && lengths.eq(bound.params.iter().copied())
         {
             let tensors = self.tensors(&members, params, &bound.offsets);
             return if tensors == bound.tensors { Ok(()) } else { self.upload_addresses(tensors) };
@@ -135,7 +135,7 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
             if param.grad.is_none() {
                 continue;
             }
-            param.validate(index)?;
+            validate(param, index)?;
             if let Some(own) = self.states.get(&index) {
                 let weight = param.weight.dtype;
                 if own.master && !self.wants_master(weight) {
@@ -296,7 +296,7 @@ impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
             grad_stats: Program::SHARED.kernel(&self.device, "grad_stats")?,
             finish_grad_stats: Program::SHARED.kernel(&self.device, "finish_grad_stats")?,
             taken: TakenStats::new(plan.stats_chunks(tensors.len())),
-            params: params.iter().map(DeviceParam::without_addresses).collect(),
+            params: params.iter().map(without_addresses).collect(),
             tensor_table,
             tensors,
             offsets: plan.offsets,

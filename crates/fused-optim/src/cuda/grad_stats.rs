@@ -14,50 +14,8 @@ use super::requests::request;
 use super::rules::DeviceHyper;
 use super::table::{DeviceStatus, Job};
 use super::{CudaOptimizer, DeviceSlice, Gpu};
+use crate::device::{GradStats, TakesStats};
 use crate::{Error, Result, StepCtl, norms};
-
-/// Takes statistics of gradients (their norm, whether they are finite) before the step, for example
-/// of a bucket after its all-reduce, while it is in the device's cache: the step does not read them
-/// again for this. Returned by [`DeviceOptimizer::grad_stats`](crate::DeviceOptimizer::grad_stats),
-/// for the next step.
-#[derive(Clone, Debug)]
-pub struct GradStats {
-    optimizer: Arc<Mutex<dyn TakesStats>>,
-    ctl: StepCtl,
-}
-
-impl GradStats {
-    /// Reads some gradients, each given with its tensor's index, in the stream of `on`. Ignores
-    /// gradients that are not bound at these addresses; the step will read them.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Cuda`].
-    ///
-    /// # Safety
-    ///
-    /// The optimizer's next call is a step on these gradients, which do not change after this call
-    /// in the stream of `on`. This stream is on the optimizer's device and is ordered after all
-    /// work that the optimizer's own stream has now. The optimizer's own stream waits for it before
-    /// the step, and before the optimizer and this are dropped.
-    pub unsafe fn take(&self, grads: &[(usize, DeviceSlice)], on: &Gpu) -> Result<()> {
-        let mut optimizer = self.optimizer.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: guaranteed by the caller.
-        unsafe { optimizer.take_bound(grads, &self.ctl, on) }
-    }
-}
-
-trait TakesStats: Send + std::fmt::Debug {
-    /// # Safety
-    ///
-    /// As [`GradStats::take`].
-    unsafe fn take_bound(
-        &mut self,
-        grads: &[(usize, DeviceSlice)],
-        ctl: &StepCtl,
-        on: &Gpu,
-    ) -> Result<()>;
-}
 
 impl<H: DeviceHyper + std::fmt::Debug> TakesStats for CudaOptimizer<H> {
     unsafe fn take_bound(

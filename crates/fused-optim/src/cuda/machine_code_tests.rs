@@ -5,9 +5,9 @@ use std::env;
 
 use cuda_rt::testing::{self, Limits};
 
+use super::LaunchShape;
 use super::device::Program;
 use super::table::Types;
-use super::tune::LaunchShape;
 
 /// Every rule type, and whether it has two sweeps.
 const RULE_TYPES: [(&str, bool); 18] = [

@@ -72,25 +72,24 @@ use cuda_rt::Device;
 pub use cuda_rt::{Attempt, Cubin, CudaError, DType, DeviceSlice, Gpu, LateRead, Nvrtc};
 
 use crate::core::{Core, check_len, check_rows};
-use crate::error::check_aligned;
+pub use crate::device::{DeviceParam, DeviceParams, GradStats, LaunchShape, Launches, Tuned};
+use crate::error::{check_aligned, format};
 use crate::rule::require;
 use crate::state::TensorState;
-use crate::state_dict::{MASTER, format};
+use crate::state_dict::MASTER;
 use crate::{
     HalfWeights, HyperParam, ParamGroup, ParamLayout, ParamSpec, Result, StateDict, StateLayout,
     StepCtl, VisitState,
 };
 pub use averages::Averages;
 use device::Program;
-pub use device_optimizer::{CudaDeviceOptimizer, DeviceParams};
+pub use device_optimizer::CudaDeviceOptimizer;
 use device_state::DeviceState;
 pub use fused::CudaOptimizer;
 use fused::read_status;
-pub use grad_stats::GradStats;
 pub(crate) use rules::DeviceHyper;
 use table::DeviceStatus;
 use tune::Search;
-pub use tune::{LaunchShape, Tuned};
 
 #[expect(private_bounds, reason = "sealed: the nine rules only")]
 impl<H: DeviceHyper, D: Device> CudaOptimizer<H, D> {
@@ -389,54 +388,24 @@ macro_rules! same_types {
 same_types!(crate::DType, DType);
 same_types!(DType, crate::DType);
 
-/// A tensor and its gradient in device memory.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct DeviceParam {
-    /// The weight, updated in place.
-    pub weight: DeviceSlice,
-    /// The gradient, as long as the weight. A tensor without one is not updated.
-    pub grad: Option<DeviceSlice>,
-    /// As [`ParamMut::rows`](crate::ParamMut::rows).
-    pub rows: usize,
-    /// Whether to zero the gradient after a step.
-    pub clear: bool,
-    /// Device address of a moving average of the weight, f32, and its decay, `0 ..= 1`.
-    pub ema: Option<(u64, f32)>,
+/// Checks a tensor alone.
+fn validate(param: &DeviceParam, index: usize) -> Result<()> {
+    let Some(grad) = param.grad else { return Ok(()) };
+    check_len(index, "gradient", param.weight.len, grad.len)?;
+    check_rows(index, param.weight.len, param.rows)?;
+    if let Some((ptr, decay)) = param.ema {
+        require((0.0..=1.0).contains(&decay), "ema decay", decay.into())?;
+        check_aligned(ptr, crate::DType::F32)?;
+    }
+    let aligned = |slice: &DeviceSlice| check_aligned(slice.ptr, slice.dtype.into());
+    [param.weight, grad].iter().try_for_each(aligned)
 }
 
-impl DeviceParam {
-    /// A tensor with or without a gradient.
-    #[must_use]
-    pub const fn new(weight: DeviceSlice, grad: Option<DeviceSlice>) -> Self {
-        Self { weight, grad, rows: 0, clear: false, ema: None }
-    }
-
-    /// Checks this tensor alone.
-    fn validate(&self, index: usize) -> Result<()> {
-        let Some(grad) = self.grad else { return Ok(()) };
-        check_len(index, "gradient", self.weight.len, grad.len)?;
-        check_rows(index, self.weight.len, self.rows)?;
-        if let Some((ptr, decay)) = self.ema {
-            require((0.0..=1.0).contains(&decay), "ema decay", decay.into())?;
-            check_aligned(ptr, crate::DType::F32)?;
-        }
-        let aligned = |slice: &DeviceSlice| check_aligned(slice.ptr, slice.dtype.into());
-        [self.weight, grad].iter().try_for_each(aligned)
-    }
-
-    fn without_addresses(&self) -> Self {
-        let slice = |slice: DeviceSlice| DeviceSlice { ptr: 0, ..slice };
-        let ema = self.ema.map(|(_, decay)| (0, decay));
-        Self { weight: slice(self.weight), grad: self.grad.map(slice), ema, ..*self }
-    }
-}
-
-/// Identifies the kernel launches of a step. If two are equal, so are the launches with all their
-/// arguments: the kernels read everything that differs from step to step from device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Launches {
-    bound: u64,
-    takes_stats: bool,
+/// A tensor's lengths and types.
+fn without_addresses(param: &DeviceParam) -> DeviceParam {
+    let slice = |slice: DeviceSlice| DeviceSlice { ptr: 0, ..slice };
+    let ema = param.ema.map(|(_, decay)| (0, decay));
+    DeviceParam { weight: slice(param.weight), grad: param.grad.map(slice), ema, ..*param }
 }
 
 /// A dynamic loss scale on the device, with the rule of `amp`.

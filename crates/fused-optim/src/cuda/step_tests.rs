@@ -14,8 +14,8 @@ use super::requests::group_table;
 use super::rules::DeviceHyper;
 use super::table::{Chunk, DeviceStatus, Job, Plan, Progress, Request, SPAN, Shape, Tensor, Types};
 use super::tests::{compare, kinds, test_device};
-use super::tune::{LaunchShape, Search};
-use super::{CudaOptimizer, DType, DeviceParam, DeviceSlice, LossScale};
+use super::tune::Search;
+use super::{CudaOptimizer, DType, DeviceParam, DeviceSlice, LaunchShape, LossScale};
 use crate::core::Core;
 use crate::*;
 

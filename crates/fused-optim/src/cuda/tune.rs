@@ -13,60 +13,8 @@ use cuda_rt::{Device, Entry};
 use super::device::Program;
 use super::rules::DeviceHyper;
 use super::table::Types;
-use super::{CudaOptimizer, DType, DeviceParam, DeviceSlice};
+use super::{CudaOptimizer, DType, DeviceParam, DeviceSlice, LaunchShape, Tuned};
 use crate::{ParamGroup, Result, StepCtl};
-
-/// Launch parameters of the kernel `step`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct LaunchShape {
-    /// Maximum number of blocks of 256 threads per multiprocessor.
-    pub blocks: u32,
-    /// Number of elements that a warp updates at a time.
-    pub sweep: u32,
-    /// Number of elements of each vector that a thread loads at a time; 0: 8 if weight or gradient
-    /// is 16-bit, else 4.
-    pub pack: u32,
-}
-
-impl LaunchShape {
-    /// Used without a search.
-    pub(super) const DEFAULT: Self = Self { blocks: 4, sweep: 4096, pack: 0 };
-
-    /// The candidates of a search.
-    pub(super) const ALL: [Self; 18] = {
-        let (mut all, mut at) = ([Self::DEFAULT; 18], 0);
-        while at < all.len() {
-            all[at] = Self {
-                blocks: [2, 4, 8][at % 3],
-                sweep: [1024, 4096, 16384][at / 3 % 3],
-                pack: [4, 8][at / 9],
-            };
-            at += 1;
-        }
-        all
-    };
-
-    fn to_text(self) -> String {
-        format!("{} {} {}", self.blocks, self.sweep, self.pack)
-    }
-
-    /// Parses the result of [`to_text`](Self::to_text), if it is a candidate.
-    fn from_text(text: &[u8]) -> Option<Self> {
-        let all = [Self::DEFAULT].into_iter().chain(Self::ALL);
-        all.into_iter().find(|shape| shape.to_text().as_bytes() == text)
-    }
-}
-
-/// Result of a search for tensors that are updated in one launch.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Tuned {
-    /// Types of weight and gradient.
-    pub types: (DType, DType),
-    /// Launch parameters of later steps.
-    pub shape: LaunchShape,
-    /// Time of a step with each candidate; empty if the result was cached.
-    pub searched: Vec<(LaunchShape, Duration)>,
-}
 
 /// Options of a search.
 #[derive(Clone, Debug)]

@@ -1,8 +1,8 @@
 //! Adadelta: the step size of each element follows the size of its recent updates.
 
-use crate::Result;
-use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
+use crate::cpu::{self, Block, FirstSweep, Rule};
 use crate::rule::{Hyper, at_least_zero, fields, hyper, require};
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`Adadelta`]; the defaults are PyTorch's.

@@ -1,10 +1,8 @@
 //! Adafactor: stores only row and column means of a matrix's second moments.
 
-use crate::Result;
-use crate::cpu::{
-    self, BLOCK, Block, CpuOptimizer, FirstSweep, GradMap, Rule, SLOTS, Sums, sum_of_squares,
-};
+use crate::cpu::{self, BLOCK, Block, FirstSweep, GradMap, Rule, SLOTS, Sums, sum_of_squares};
 use crate::rule::{FinalUpdate, Hyper, at_least_zero, fields, hyper, require};
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`Adafactor`]; the defaults are PyTorch's.

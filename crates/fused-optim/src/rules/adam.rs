@@ -1,8 +1,8 @@
 //! Adam, and the code that it shares with AdamW.
 
-use crate::Result;
-use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
+use crate::cpu::{self, Block, FirstSweep, Rule};
 use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, validate_adam};
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`Adam`]; the defaults are PyTorch's.

@@ -3,10 +3,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Sums, TwoSweeps};
+use crate::cpu::{self, Block, FirstSweep, Sums, TwoSweeps};
 use crate::rule::{Hyper, Moments, at_least_zero, bias_corrections, fields, hyper, validate_adam};
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`AdamP`]; the defaults are torch_npu's.

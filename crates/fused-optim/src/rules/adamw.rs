@@ -1,9 +1,9 @@
 //! AdamW: Adam with decoupled weight decay.
 
 use super::adam::{AdamRule, adam};
-use crate::Result;
-use crate::cpu::{Block, CpuOptimizer, FirstSweep};
+use crate::cpu::{Block, FirstSweep};
 use crate::rule::{Hyper, Moments, bias_corrections, fields, hyper, validate_adam};
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`AdamW`]; the defaults are PyTorch's.

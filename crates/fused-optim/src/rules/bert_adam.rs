@@ -2,11 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::Result;
-use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
+use crate::cpu::{self, Block, FirstSweep, Rule};
 use crate::rule::{
     Hyper, Moments, OwnClip, at_least_zero, below_one, cos_pi, fields, hyper, require,
 };
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`BertAdam`]; the defaults are torch_npu's, which has none for `lr`.

@@ -1,9 +1,9 @@
 //! Lamb: Adam's direction, scaled by the ratio of the norms of weight and update.
 
-use crate::Result;
 use crate::cpu::plan::Layout;
-use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Sums, TwoSweeps};
+use crate::cpu::{self, Block, FirstSweep, Sums, TwoSweeps};
 use crate::rule::{Hyper, Moments, OwnClip, fields, hyper, validate_adam};
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`Lamb`]; the defaults are torch_npu's.

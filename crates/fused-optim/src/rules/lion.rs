@@ -1,6 +1,6 @@
 //! Lion: updates by the sign of the momentum.
 
-use crate::cpu::CpuOptimizer;
+use crate::CpuOptimizer;
 use crate::rule::{at_least_zero, below_one, fields, hyper};
 use crate::{ElementwiseRule, Result};
 

@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::adam::AdamRule;
 use super::newton_schulz::orthogonalize;
-use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule, SLOTS, Sums};
+use crate::cpu::{self, Block, FirstSweep, Rule, SLOTS, Sums};
 use crate::rule::{FinalUpdate, Hyper, at_least_zero, below_one, fields, hyper, require};
-use crate::{AdamWHyper, Result};
+use crate::{AdamWHyper, CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`Muon`]; the defaults are PyTorch's, those of AdamW the authors'.

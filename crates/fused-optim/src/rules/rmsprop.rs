@@ -1,8 +1,8 @@
 //! RMSprop: divides the gradient by a moving average of its magnitude.
 
-use crate::Result;
-use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
+use crate::cpu::{self, Block, FirstSweep, Rule};
 use crate::rule::{Hyper, at_least_zero, fields, hyper};
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`RmsProp`]; the defaults are PyTorch's.

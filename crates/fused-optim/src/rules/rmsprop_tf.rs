@@ -1,9 +1,9 @@
 //! TensorFlow's RMSprop, used to train EfficientNet.
 
 use super::rmsprop::{self, Rms, RmsState, variance};
-use crate::Result;
-use crate::cpu::{Block, CpuOptimizer, FirstSweep};
+use crate::cpu::{Block, FirstSweep};
 use crate::rule::{Hyper, fields, hyper};
+use crate::{CpuOptimizer, Result};
 
 hyper! {
     /// Hyper-parameters of [`RmsPropTf`]; the defaults are torch_npu's.

@@ -1,6 +1,6 @@
 //! Schedule-free AdamW: AdamW with averaged weights instead of a learning rate schedule.
 
-use crate::cpu::CpuOptimizer;
+use crate::CpuOptimizer;
 use crate::rule::{bias_corrections, fields, hyper, require, validate_adam};
 use crate::{ElementwiseRule, Result};
 

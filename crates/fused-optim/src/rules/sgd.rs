@@ -1,8 +1,8 @@
 //! Stochastic gradient descent with momentum.
 
-use crate::cpu::{self, Block, CpuOptimizer, FirstSweep, Rule};
+use crate::cpu::{self, Block, FirstSweep, Rule};
 use crate::rule::{Hyper, at_least_zero, fields, hyper, require};
-use crate::{Error, Result};
+use crate::{CpuOptimizer, Error, Result};
 
 hyper! {
     /// Hyper-parameters of [`Sgd`]; the defaults are PyTorch's.

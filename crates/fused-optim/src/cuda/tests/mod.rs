@@ -11,8 +11,7 @@ use half::{bf16, f16};
 
 use super::rules::DeviceHyper;
 use super::table::Types;
-use super::tune::LaunchShape;
-use super::{CudaOptimizer, DType, DeviceParam};
+use super::{CudaOptimizer, DType, DeviceParam, LaunchShape, validate};
 use crate::core::Core;
 use crate::*;
 
@@ -593,7 +592,7 @@ fn misaligned_addresses_are_errors() {
         let slice = |ptr| super::DeviceSlice { ptr, len: 2, dtype: DType::F32 };
         let mut param = DeviceParam::new(slice(weight), Some(slice(grad)));
         param.ema = Some((ema, 0.5));
-        let error = param.validate(0).unwrap_err();
+        let error = validate(&param, 0).unwrap_err();
         assert!(matches!(error, Error::MisalignedPointer { ptr: 2, .. }));
     }
 }

@@ -1,6 +1,5 @@
 //! The dependency rules of ARCHITECTURE.md: between crates, checked in the manifests; between the
-//! folders of `runner`, `launch`, `candle-ops`, `collective` and `train-step`, checked in their
-//! imports.
+//! folders of each crate except `candle-train`, checked in their imports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -141,6 +140,88 @@ const OPERATOR_FOLDERS: &[&str] = &[
     "nn",
 ];
 
+/// The same for `amp`.
+const AMP_FOLDERS: &[&str] = &[
+    "dtype",
+    "error",
+    "autocast",
+    "cpu",
+    "cast",
+    "found_inf",
+    "unscale",
+    "scaler",
+    "overflow",
+    "grad_scaler",
+    "cuda",
+    "npu",
+];
+
+/// The same for `fused-optim`.
+const OPTIM_FOLDERS: &[&str] = &[
+    "param",
+    "hyper_param",
+    "error",
+    "state_dict",
+    "layout",
+    "names",
+    "cpu",
+    "rule",
+    "clip",
+    "step",
+    "norms",
+    "state",
+    "sweep",
+    "core",
+    "device",
+    "optimizer",
+    "cpu_optimizer",
+    "elementwise",
+    "rules",
+    "torch",
+    "cuda",
+    "npu",
+    "candle",
+];
+
+/// The same for `train-data`.
+const DATA_FOLDERS: &[&str] = &[
+    "workers",
+    "error",
+    "named",
+    "array",
+    "collate",
+    "dataset",
+    "sampler",
+    "transforms",
+    "image_folder",
+    "loader",
+    "stream",
+    "metrics",
+];
+
+/// The same for `cuda-rt`.
+const CUDA_FOLDERS: &[&str] = &[
+    "cache", "slice", "error", "device", "library", "driver", "nvrtc", "staging", "gpu", "kernels",
+    "candle",
+];
+
+/// The same for `npu-sys`.
+const NPU_FOLDERS: &[&str] = &[
+    "installed",
+    "loader",
+    "types",
+    "status",
+    "returned",
+    "plan",
+    "table",
+    "sys",
+    "headers",
+    "result",
+    "probe",
+    "soc",
+    "safe",
+];
+
 /// The same for `train-step`.
 const STEP_FOLDERS: &[&str] = &[
     "error",
@@ -185,6 +266,11 @@ fn no_import_between_folders_runs_back_up() {
     check_imports("launch", &[], LAUNCH_FOLDERS);
     check_imports("candle-ops", &[], OPERATOR_FOLDERS);
     check_imports("collective", &[], COLLECTIVE_FOLDERS);
+    check_imports("amp", &[], AMP_FOLDERS);
+    check_imports("fused-optim", &[], OPTIM_FOLDERS);
+    check_imports("train-data", &[], DATA_FOLDERS);
+    check_imports("cuda-rt", &[], CUDA_FOLDERS);
+    check_imports("npu-sys", &[], NPU_FOLDERS);
     check_imports("train-step", &[], STEP_FOLDERS);
     check_imports("collective", &["backend"], BACKEND_FOLDERS);
 }

@@ -234,6 +234,8 @@ const STEP_FOLDERS: &[&str] = &[
     "model",
     "averages",
     "optim",
+    "checkpoint",
+    "trainer",
 ];
 
 /// The same for `collective`.

@@ -6,8 +6,6 @@
 //!
 //! Invariant: parameters have the same index on every rank, because they are sorted by name.
 
-use std::sync::Arc;
-
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use candle_nn::VarMap;
@@ -15,13 +13,12 @@ use candle_ops::Tape;
 use collective::ProcessGroup;
 use collective::reducer::ReducerOptions;
 use fused_optim::candle::tensor;
-use parking_lot::Mutex;
-use train_step::{DistributedDataParallel, EngineState, Gradient, ModelWrapper, StepContext};
+use train_step::{Averages, Gradient, ModelWrapper};
 
+use crate::Result;
 use crate::backward::ParamIndex;
 use crate::tensors::{ModelTensors, report};
 use crate::variables::Variables;
-use crate::{Error, Result};
 
 /// Data parallelism for a training loop with any optimizer: every rank has the whole model, and
 /// gradients are averaged over the ranks.
@@ -54,18 +51,10 @@ use crate::{Error, Result};
 #[derive(Debug)]
 #[doc(alias = "DistributedDataParallel")]
 pub struct DataParallel {
-    names: Vec<String>,
+    averages: Averages,
+    tensors: ModelTensors,
     vars: Vec<Var>,
     index: ParamIndex,
-    pub(crate) gradients: DistributedDataParallel,
-    /// For each variable, whether it got a gradient in this pass.
-    reported: Arc<Mutex<Vec<bool>>>,
-    /// Between `prepare` and `finish`: whether gradients are averaged in the pass.
-    active: Option<bool>,
-    find_unused: bool,
-    /// Whether every variable needs a gradient.
-    is_strict: bool,
-    group: ProcessGroup,
 }
 
 impl DataParallel {
@@ -80,42 +69,19 @@ impl DataParallel {
     /// The first variable that differs between ranks; a failure of another rank; variables of types
     /// other than `f32`, `f16` and `bf16`.
     pub fn new(vars: &VarMap, group: ProcessGroup, options: ReducerOptions) -> Result<Self> {
-        Self::of(&Variables::of(vars, &[])?, group, options)
-    }
-
-    pub(crate) fn of(
-        variables: &Variables,
-        group: ProcessGroup,
-        options: ReducerOptions,
-    ) -> Result<Self> {
-        Self::of_tensors(variables, &mut variables.tensors()?, group, options)
-    }
-
-    /// `tensors` are those of the variables.
-    pub(crate) fn of_tensors(
-        variables: &Variables,
-        tensors: &mut ModelTensors,
-        group: ProcessGroup,
-        options: ReducerOptions,
-    ) -> Result<Self> {
+        let variables = Variables::of(vars, &[])?;
+        let mut tensors = variables.tensors()?;
+        let averages = Averages::new(&mut tensors, group, options)?;
+        variables.broadcast(averages.group())?;
         let vars: Vec<Var> = variables.params.iter().map(|(_, var)| var.clone()).collect();
-        let find_unused = options.find_unused_parameters;
-        let is_strict = !find_unused && !options.static_graph;
-        let mut gradients =
-            DistributedDataParallel::new(group.clone(), &tensors.params.specs, options)?;
-        gradients.place(tensors)?;
-        variables.broadcast(&group)?;
         let index = ParamIndex::new(vars.iter().map(|var| var.id()));
-        let reported = Arc::new(Mutex::new(vec![false; vars.len()]));
-        let names = variables.params.iter().map(|(name, _)| name.clone()).collect();
-        let active = None;
-        Ok(Self { names, vars, index, gradients, reported, active, find_unused, is_strict, group })
+        Ok(Self { averages, tensors, vars, index })
     }
 
     /// The process group.
     #[must_use]
-    pub fn group(&self) -> &ProcessGroup {
-        &self.group
+    pub const fn group(&self) -> &ProcessGroup {
+        self.averages.group()
     }
 
     /// Runs the backward pass of a recorded forward pass. `gradient` is that of the loss: 1, or a
@@ -140,95 +106,19 @@ impl DataParallel {
         gradient: Tensor,
         sync: bool,
     ) -> Result<()> {
-        self.prepare(sync)?;
-        let ended = self.pass((tape, loss), gradient).and_then(|()| self.finish());
-        ended.inspect_err(|error| self.abandon(&error.to_string()))
+        self.averages.prepare(&mut self.tensors, sync)?;
+        let ended = self.index.report((tape, loss), gradient, self.averages.sink());
+        self.end(ended)
     }
 
-    /// Begins a pass; with `sync` its gradients are averaged. A pass that was not finished, since
-    /// the backward pass panicked, is abandoned.
-    pub(crate) fn prepare(&mut self, sync: bool) -> Result<()> {
-        self.abandon("its last backward pass was not finished");
-        let mut state = EngineState::default();
-        let sink = self.gradients.sink();
-        let mut cx = StepContext { sync, ..StepContext::new(sink, &mut state) };
-        self.gradients.prepare(None, &mut cx)?;
-        self.reported.lock().fill(false);
-        self.active = Some(sync);
-        Ok(())
-    }
-
-    /// Whether the last pass was not finished.
-    pub(crate) fn is_unfinished(&self) -> bool {
-        self.active.is_some()
-    }
-
-    /// Takes the gradients of a backward pass; an error if some are missing.
-    pub(crate) fn pass(&self, (tape, loss): (Tape, &Tensor), gradient: Tensor) -> Result<()> {
-        let (sink, reported) = (self.gradients.sink(), Arc::clone(&self.reported));
-        let ready = move |index, gradient: Tensor| {
-            report(&sink, index, gradient)?;
-            reported.lock()[index] = true;
-            Ok(())
-        };
-        self.index.backward((tape, loss), gradient, ready, Error::Candle)?;
-        let reported = self.reported.lock();
-        let has_none = !reported.contains(&true);
-        let checks = self.active == Some(true) && self.is_strict;
-        let is_missing = |index: usize| {
-            has_none || (checks && !reported[index] && !self.gradients.has_gradient(index))
-        };
-        let names = self.names.iter().enumerate();
-        let names: Vec<_> =
-            names.filter(|(index, _)| is_missing(*index)).map(|(_, name)| name.clone()).collect();
-        if names.is_empty() {
-            return Ok(());
-        }
-        Err(collective::Error::UnusedParameters { rank: self.group.rank(), names }.into())
-    }
-
-    /// Gives the parameters without a gradient in this pass zeros, if they must have one.
-    pub(crate) fn fill(&self) -> Result<()> {
-        self.fill_where(|_| true)
-    }
-
-    fn fill_where(&self, wanted: impl Fn(usize) -> bool) -> Result<()> {
-        if self.find_unused {
-            return Ok(());
-        }
-        let (sink, mut reported) = (self.gradients.sink(), self.reported.lock());
-        for (index, var) in self.vars.iter().enumerate() {
-            if !reported[index] && self.gradients.needs_gradient(index) && wanted(index) {
-                report(&sink, index, var.zeros_like()?)?;
-                reported[index] = true;
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends a pass.
-    pub(crate) fn finish(&mut self) -> Result<()> {
-        if self.active == Some(true) {
-            // They are used, by an earlier pass.
-            self.fill_where(|index| self.gradients.has_gradient(index))?;
-        }
-        self.active = None;
-        Ok(self.gradients.finish()?)
-    }
-
-    /// Ends a pass that failed, if there is one, and drops its gradients. Other ranks that wait for
-    /// its averages get the reason.
-    fn abandon(&mut self, reason: &str) {
-        let Some(sync) = self.active else { return };
-        if sync && self.group.world_size() > 1 {
-            self.active = None;
-            self.group.abort(reason);
-            return;
-        }
-        // A failure of the group is the next call's error.
-        let _ = self.fill().and_then(|()| self.finish());
-        self.active = None;
-        self.zero_grad();
+    /// Ends a pass, or abandons it.
+    fn end(&mut self, ended: Result<()>) -> Result<()> {
+        let Self { averages, tensors, .. } = self;
+        let ended = ended.and_then(|()| {
+            averages.check()?;
+            Ok(averages.finish(tensors)?)
+        });
+        ended.inspect_err(|error| averages.abandon(tensors, &error.to_string()))
     }
 
     /// Averages the gradients returned by candle's own `backward`, in place.
@@ -239,9 +129,9 @@ impl DataParallel {
     ///
     /// As [`backward`](Self::backward).
     pub fn average(&mut self, store: &mut GradStore) -> Result<()> {
-        self.prepare(true)?;
-        let ended = self.take_all(store).and_then(|()| self.finish());
-        ended.inspect_err(|error| self.abandon(&error.to_string()))?;
+        self.averages.prepare(&mut self.tensors, true)?;
+        let reported = self.take_all(store);
+        self.end(reported)?;
         let averages = self.take()?;
         for var in &self.vars {
             match averages.get(var) {
@@ -254,11 +144,10 @@ impl DataParallel {
 
     /// Takes the gradients of a store.
     fn take_all(&self, store: &GradStore) -> Result<()> {
-        let sink = self.gradients.sink();
+        let sink = self.averages.sink();
         for (index, var) in self.vars.iter().enumerate() {
             if let Some(gradient) = store.get(var) {
                 report(&sink, index, gradient.contiguous()?)?;
-                self.reported.lock()[index] = true;
             }
         }
         Ok(())
@@ -271,7 +160,7 @@ impl DataParallel {
     /// Memory that cannot be allocated.
     pub fn take(&mut self) -> Result<GradStore> {
         let mut store = GradStore::default();
-        self.gradients.with_grads(&mut |gradients| {
+        self.averages.gradients().with_grads(&mut |gradients| {
             for (var, gradient) in self.vars.iter().zip(gradients) {
                 if let Some(gradient) = gradient {
                     store.insert(var, copy(gradient, var)?);
@@ -283,14 +172,9 @@ impl DataParallel {
         Ok(store)
     }
 
-    /// Whether the next pass depends on more state than the gradients, as with PowerSGD.
-    pub(crate) fn keeps_memory(&self) -> Result<bool> {
-        Ok(!self.gradients.state_dict()?.is_empty())
-    }
-
     /// Drops all gradients.
     pub fn zero_grad(&mut self) {
-        self.gradients.zero_grad();
+        self.averages.zero_grad();
     }
 }
 

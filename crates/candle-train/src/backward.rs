@@ -7,6 +7,10 @@ use std::sync::Arc;
 
 use candle_core::{Tensor, TensorId, bail};
 use candle_ops::Tape;
+use train_step::SharedSink;
+
+use crate::tensors::report;
+use crate::{Error, Result};
 
 /// Indices of parameters by their tensors: variables, or the tensors of
 /// [`Sources`](candle_ops::Sources).
@@ -29,9 +33,9 @@ impl ParamIndex {
         &self,
         (tape, loss): (Tape, &Tensor),
         gradient: Tensor,
-        mut ready: impl FnMut(usize, Tensor) -> Result<(), E> + 'static,
+        mut ready: impl FnMut(usize, Tensor) -> std::result::Result<(), E> + 'static,
         failed: impl FnOnce(candle_core::Error) -> E,
-    ) -> Result<(), E> {
+    ) -> std::result::Result<(), E> {
         let refusal = Rc::new(RefCell::new(None));
         let (index, refused) = (Arc::clone(&self.0), Rc::clone(&refusal));
         let ready = move |id, gradient: Tensor| {
@@ -43,5 +47,20 @@ impl ParamIndex {
         };
         let result = tape.backward_with(loss, gradient, ready);
         refusal.take().map_or_else(|| result.map_err(failed), Err)
+    }
+
+    /// Runs [`backward`](Self::backward), and reports the gradients to a sink of `train-step`.
+    ///
+    /// # Errors
+    ///
+    /// Those of the sink, and of candle.
+    pub fn report(
+        &self,
+        recorded: (Tape, &Tensor),
+        gradient: Tensor,
+        sink: SharedSink,
+    ) -> Result<()> {
+        let ready = move |index, gradient| Ok(report(&sink, index, gradient)?);
+        self.backward(recorded, gradient, ready, Error::Candle)
     }
 }

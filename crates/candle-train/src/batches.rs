@@ -2,7 +2,6 @@
 
 use train_data::{Batch, DataLoader, DefaultSampler};
 
-use crate::exchange::OpenStep;
 use crate::{Error, Result, Trainer};
 
 impl Trainer {
@@ -21,29 +20,10 @@ impl Trainer {
         batch_size: usize,
         epoch: usize,
     ) -> Result<Vec<Vec<u32>>> {
-        self.check_pending()?;
+        self.core.check_pending()?;
         let batches = self.deal(samples, batch_size, Some(epoch))?;
-        self.begin_epoch(batches.len(), 0);
+        self.core.begin_epoch(batches.len(), 0)?;
         Ok(batches)
-    }
-
-    /// Returns an error if an epoch begins before the batches of the last one have ended in a step.
-    fn check_pending(&self) -> Result<()> {
-        let pending = self.pending;
-        if pending == 0 {
-            return Ok(());
-        }
-        let text = format!(
-            "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`"
-        );
-        Err(Error::InvalidArgument(text))
-    }
-
-    /// Begins an epoch of `len` batches at batch `first`.
-    fn begin_epoch(&mut self, len: usize, first: usize) {
-        self.open = OpenStep::default();
-        self.accumulation.initialize_count_status(first, len);
-        self.epoch = Some((len, first));
     }
 
     /// A sampler that distributes a dataset over the ranks of a [`DataLoader`]: all ranks share a
@@ -137,9 +117,9 @@ impl Trainer {
                 self.world_size()
             )));
         }
-        self.check_pending()?;
+        self.core.check_pending()?;
         let batches = loader.batch_range(epoch);
-        self.begin_epoch(batches.end, batches.start);
+        self.core.begin_epoch(batches.end, batches.start)?;
         Ok(loader.batches(epoch))
     }
 

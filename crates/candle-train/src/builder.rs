@@ -1,29 +1,24 @@
 //! [`TrainerBuilder`]: builds a [`Trainer`] from options, the process group, and an optimizer on
 //! the variables' device.
 
-use std::cell::RefCell;
-use std::collections::HashSet;
 use std::fmt;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use amp::{Autocast, DType, LossScaler, LossScalerOptions};
+use amp::{Autocast, DType, LossScaler};
 use candle_core::{Device, Var};
 use candle_nn::VarMap;
 use candle_ops::Context;
 use collective::init::Accelerator;
-use collective::object::all_gather_object;
 use collective::reducer::ReducerOptions;
 use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
-use fused_optim::candle::{FromVars, VarOptimizer};
+use fused_optim::candle::FromVars;
 use fused_optim::{Clip, CpuOptimizer, HyperParam, Optimizer, ParamGroup};
-use train_step::{
-    Accumulation, Multipliers, Paramwise, RunLength, SchedulerConfig, Schedules, TensorSpec,
-};
+use train_step::{Multipliers, Paramwise, RunLength, SchedulerConfig, TensorSpec};
 
-use crate::averages::DataParallel;
-use crate::exchange::OpenStep;
-use crate::trainer::{Schedule, Trainer};
+use crate::backward::ParamIndex;
+use crate::tensors::ModelTensors;
+use crate::trainer::Trainer;
 use crate::variables::{Statistics, Variables};
 use crate::{Error, Result, process};
 
@@ -31,17 +26,12 @@ use crate::{Error, Result, process};
 #[must_use = "nothing is made before `build`"]
 pub struct TrainerBuilder {
     vars: VarMap,
+    core: train_step::TrainerBuilder,
     group: Option<ProcessGroup>,
-    reducer: ReducerOptions,
     /// The lower precision of autocast.
     half: Option<DType>,
-    scaler: Option<LossScaler>,
-    clip: Option<Clip>,
-    accumulate: usize,
-    schedule: Option<Schedule>,
-    schedulers: Option<(RunLength, Vec<SchedulerConfig>)>,
+    has_scaler: bool,
     groups: Paramwise,
-    max_consecutive_skips: usize,
     frozen: Vec<String>,
     seed: u64,
 }
@@ -52,16 +42,11 @@ impl Trainer {
     pub fn builder(vars: &VarMap) -> TrainerBuilder {
         TrainerBuilder {
             vars: vars.clone(),
+            core: train_step::Trainer::builder().without_broadcast(),
             group: None,
-            reducer: ReducerOptions::default(),
             half: None,
-            scaler: None,
-            clip: None,
-            accumulate: 1,
-            schedule: None,
-            schedulers: None,
+            has_scaler: false,
             groups: Paramwise::default(),
-            max_consecutive_skips: 100,
             frozen: Vec::new(),
             seed: 0,
         }
@@ -72,27 +57,28 @@ impl TrainerBuilder {
     /// Trains in mixed precision with `f16`: operators of `candle-ops` run under autocast, and the
     /// loss is scaled dynamically.
     pub fn f16(mut self) -> Self {
-        self.half = Some(DType::F16);
+        (self.half, self.core) = (Some(DType::F16), self.core.f16());
         self
     }
 
     /// Trains in mixed precision with `bf16`: operators of `candle-ops` run under autocast, without
     /// a loss scale.
     pub fn bf16(mut self) -> Self {
-        self.half = Some(DType::Bf16);
+        (self.half, self.core) = (Some(DType::Bf16), self.core.bf16());
         self
     }
 
     /// Scales the loss with this scaler. By default the loss scale is dynamic with `f16`, and
     /// absent otherwise.
     pub fn loss_scaler(mut self, scaler: LossScaler) -> Self {
-        self.scaler = Some(scaler);
+        self.has_scaler = scaler.is_enabled();
+        self.core = self.core.loss_scaler(scaler);
         self
     }
 
     /// Clips the averaged, unscaled gradients of each step.
     pub fn clip(mut self, clip: Clip) -> Self {
-        self.clip = Some(clip);
+        self.core = self.core.clip(clip);
         self
     }
 
@@ -100,7 +86,7 @@ impl TrainerBuilder {
     /// is an [error](Error::NonFinite). Default: 100. Steps are skipped in mixed precision or with
     /// a loss scale.
     pub fn max_consecutive_skips(mut self, steps: usize) -> Self {
-        self.max_consecutive_skips = steps;
+        self.core = self.core.max_consecutive_skips(steps);
         self
     }
 
@@ -112,14 +98,14 @@ impl TrainerBuilder {
     /// [`step_weighted`](Trainer::step_weighted).
     #[doc(alias = "gradient_accumulation_steps")]
     pub fn accumulate(mut self, batches: usize) -> Self {
-        self.accumulate = batches;
+        self.core = self.core.accumulate(batches);
         self
     }
 
     /// Multiplies the optimizer's learning rates by a factor, a function of the number of steps
     /// taken so far.
     pub fn schedule(mut self, factor: impl Fn(u64) -> f64 + Send + 'static) -> Self {
-        self.schedule = Some(Box::new(factor));
+        self.core = self.core.schedule(factor);
         self
     }
 
@@ -155,7 +141,7 @@ impl TrainerBuilder {
         length: RunLength,
         schedulers: impl IntoIterator<Item = SchedulerConfig>,
     ) -> Self {
-        self.schedulers = Some((length, schedulers.into_iter().collect()));
+        self.core = self.core.schedulers(length, schedulers);
         self
     }
 
@@ -178,21 +164,19 @@ impl TrainerBuilder {
 
     /// Allows steps in which a variable has no gradient on a rank. By default they are errors.
     pub fn find_unused_parameters(mut self) -> Self {
-        self.reducer.find_unused_parameters = true;
+        self.core = self.core.find_unused_parameters();
         self
     }
 
     /// Options of the averaging: bucket sizes, compression to 16 bits.
     pub fn reducer(mut self, options: ReducerOptions) -> Self {
-        let find_unused = self.reducer.find_unused_parameters;
-        self.reducer = options;
-        self.reducer.find_unused_parameters |= find_unused;
+        self.core = self.core.reducer(options);
         self
     }
 
     /// Seed of the order of samples, and, with the rank, of dropout. Default: 0.
     pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = seed;
+        (self.seed, self.core) = (seed, self.core.seed(seed));
         self
     }
 
@@ -261,125 +245,54 @@ impl TrainerBuilder {
         // A rank that has failed joins as well: the others wait for it.
         let group = match (&self.group, &own) {
             (Some(group), _) => Ok(group.clone()),
-            (None, Ok(own)) => join(&own.device),
+            (None, Ok((_, tensors, _))) => join(tensors.params.tensors[0].device()),
             (None, Err(_)) => join(&first_device(&self.vars)),
         };
         let (own, group) = match (own, group) {
             (Err(error), Err(_)) => return Err(error),
             (own, group) => (own, group?),
         };
-        let options = own.as_ref().map(|own| own.options.clone()).map_err(ToString::to_string);
-        let compared = check_alike(&group, &options);
-        let Prepared { variables, device, optimizer, base_lrs, schedules, scaler, .. } = own?;
-        compared?;
-        let mut tensors = variables.tensors()?;
-        let averages = DataParallel::of_tensors(&variables, &mut tensors, group, self.reducer)?;
-        if averages.keeps_memory()? {
-            let text = "PowerSGD is not supported: its memory would be neither rescaled nor saved";
-            return Err(Error::InvalidArgument(text.to_owned()));
-        }
-        let seed = self.seed.wrapping_add(averages.group().rank() as u64);
+        let core = self.core.group(group);
+        let (variables, mut tensors, optimizer) = match own {
+            Ok(own) => own,
+            Err(error) => return Err(core.refuse(error)),
+        };
+        let device = tensors.params.tensors[0].device().clone();
+        let core = core.described(variables.described()).build(&mut tensors, optimizer)?;
+        variables.broadcast(core.group())?;
+        let seed = self.seed.wrapping_add(core.rank() as u64);
         Ok(Trainer {
+            index: ParamIndex::new(variables.params.iter().map(|(_, var)| var.id())),
             tensors,
-            averages,
-            optimizer: VarOptimizer::with_names(variables.params.clone(), optimizer)?,
+            core,
             context: context(&device, seed, self.half)?,
-            is_mixed: self.half.is_some() || scaler.is_enabled(),
+            is_mixed: self.half.is_some() || self.has_scaler,
             has_lowered: self.half.is_none(),
             map: self.vars,
             variables,
             device,
-            scaler,
-            clip: self.clip,
-            accumulation: Accumulation::new(self.accumulate),
-            pending: 0,
-            open: OpenStep::default(),
-            mean_count: None,
             statistics: Statistics::default(),
-            epoch: None,
-            schedule: self.schedule,
-            schedules,
-            base_lrs,
-            steps: 0,
-            skips: 0,
-            has_norm: false,
-            max_consecutive_skips: self.max_consecutive_skips,
             seed: self.seed,
-            saves: RefCell::default(),
-            torn: None,
         })
     }
 
-    /// Checks this rank's options, and makes the optimizer.
+    /// Finds the variables, and makes the optimizer.
     fn prepare(
         &self,
         make: impl FnOnce(&[(String, Var)], &Device) -> Result<Box<dyn Optimizer>>,
-    ) -> Result<Prepared> {
+    ) -> Result<(Variables, ModelTensors, Box<dyn Optimizer>)> {
         let variables = Variables::of(&self.vars, &self.frozen)?;
-        let device = variables.params[0].1.device().clone();
-        let mut optimizer = make(&variables.params, &device)?;
-        check_groups(&variables, &*optimizer)?;
-        let (every, max_skips) = (self.accumulate, self.max_consecutive_skips);
-        if every == 0 || max_skips == 0 {
-            let text = "`accumulate` and `max_consecutive_skips` must be at least 1";
-            return Err(Error::InvalidArgument(text.to_owned()));
-        }
-        let groups = 0..optimizer.group_count();
-        let base_lrs = groups.map(|group| optimizer.lr(group)).collect::<Result<_, _>>()?;
-        let schedules = self.make_schedules(&mut *optimizer)?;
-        let scaler = match (&self.scaler, self.half) {
-            (Some(scaler), _) => scaler.clone(),
-            (None, Some(DType::F16)) => LossScaler::new(LossScalerOptions::default())?,
-            (None, _) => LossScaler::disabled(),
-        };
-        let (half, clip) = (self.half, self.clip);
-        let hyper = optimizer.state_dict()?.param_groups;
-        let kind = optimizer.kind();
-        let options = vec![
-            format!("precision {half:?}, clip {clip:?}, accumulate {every}, seed {}", self.seed),
-            format!("loss scale {:?}, max_consecutive_skips {max_skips}", scaler.state_dict()),
-            format!("optimizer {kind} {hyper}"),
-            format!("schedulers {:?}", schedules.as_ref().map(Schedules::all)),
-        ];
-        let options = [variables.described().collect(), options];
-        Ok(Prepared { variables, device, optimizer, base_lrs, schedules, scaler, options })
+        let optimizer = make(&variables.params, variables.params[0].1.device())?;
+        let tensors = variables.tensors()?;
+        Ok((variables, tensors, optimizer))
     }
-
-    fn make_schedules(&self, optimizer: &mut dyn Optimizer) -> Result<Option<Schedules>> {
-        let Some((length, configs)) = &self.schedulers else { return Ok(None) };
-        let refused = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
-        if self.schedule.is_some() {
-            return refused("`schedule` and `schedulers` cannot both be set");
-        }
-        if configs.iter().any(SchedulerConfig::counts_epochs) {
-            return refused(
-                "a trainer counts steps, and no epochs: use `SchedulerConfig::by_iters`, or `convert_to_iter_based`",
-            );
-        }
-        Ok(Some(Schedules::new(configs.clone(), *length, &[], optimizer)?))
-    }
-}
-
-/// Variables and options that must be equal on all ranks, in words.
-type Options = [Vec<String>; 2];
-
-/// A rank's parts of a trainer, before ranks compare their options.
-struct Prepared {
-    variables: Variables,
-    device: Device,
-    optimizer: Box<dyn Optimizer>,
-    base_lrs: Vec<f64>,
-    schedules: Option<Schedules>,
-    scaler: LossScaler,
-    options: Options,
 }
 
 impl fmt::Debug for TrainerBuilder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TrainerBuilder")
             .field("half", &self.half)
-            .field("clip", &self.clip)
-            .field("accumulate", &self.accumulate)
+            .field("core", &self.core)
             .field("frozen", &self.frozen)
             .field("seed", &self.seed)
             .finish_non_exhaustive()
@@ -526,57 +439,10 @@ fn join(device: &Device) -> Result<ProcessGroup> {
     Ok(init_process_group(&topology, options)?)
 }
 
-/// Returns an error for variables that are in no parameter group: no step would train them.
-fn check_groups(variables: &Variables, optimizer: &dyn Optimizer) -> Result<()> {
-    #[derive(serde::Deserialize)]
-    struct Group {
-        params: Vec<usize>,
-    }
-    let groups = optimizer.state_dict()?.param_groups;
-    // An optimizer of the program's own may write its groups in another way.
-    let Ok(groups) = serde_json::from_str::<Vec<Group>>(&groups) else { return Ok(()) };
-    let grouped: HashSet<usize> = groups.into_iter().flat_map(|group| group.params).collect();
-    let params = variables.params.iter().enumerate();
-    let missing = params.filter(|(index, _)| !grouped.contains(index));
-    let missing: Vec<_> = missing.map(|(_, (name, _))| name.as_str()).collect();
-    if missing.is_empty() {
-        return Ok(());
-    }
-    Err(Error::InvalidArgument(format!(
-        "variables in no parameter group of the optimizer: {}; add them to a group, or give their names to \
-         `TrainerBuilder::frozen`",
-        missing.join(", ")
-    )))
-}
-
 /// Device of a variable of a map in which there may be several, or none.
 fn first_device(vars: &VarMap) -> Device {
     let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
     vars.values().next().map_or(Device::Cpu, |var| var.device().clone())
-}
-
-/// Compares the options of all ranks. If one has failed, all have its reason.
-fn check_alike(group: &ProcessGroup, own: &Result<Options, String>) -> Result<()> {
-    let named = |(rank, options): (usize, Result<Options, String>)| {
-        options.map_err(|reason| {
-            Error::InvalidArgument(format!("rank {rank} cannot build its trainer: {reason}"))
-        })
-    };
-    let all = all_gather_object(group, own)?.into_iter().enumerate().map(named);
-    let all = all.collect::<Result<Vec<_>>>()?;
-    for (rank, other) in all.iter().enumerate() {
-        for (first, other) in all[0].iter().zip(other) {
-            let differs = |index: &usize| first.get(*index) != other.get(*index);
-            let Some(index) = (0..first.len().max(other.len())).find(differs) else { continue };
-            let nothing = "nothing".to_owned();
-            let first = first.get(index).unwrap_or(&nothing);
-            let other = other.get(index).unwrap_or(&nothing);
-            let text =
-                format!("ranks differ in their options: rank 0 has {first}; rank {rank} {other}");
-            return Err(Error::InvalidArgument(text));
-        }
-    }
-    Ok(())
 }
 
 /// The state shared by operators, with kernels on a GPU.

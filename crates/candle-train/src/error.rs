@@ -83,6 +83,12 @@ impl From<train_step::Error> for Error {
             E::Optimizer(error) => Self::Optimizer(error),
             E::Collective(error) => Self::Collective(error),
             E::LossScale(error) => Self::LossScale(error),
+            E::NonFinite { parameter, skips, scale, floor } => {
+                Self::NonFinite { parameter, skips, scale, floor }
+            }
+            E::RankFailed { rank, reason } => Self::RankFailed { rank, reason },
+            E::Checkpoint { path, reason } => Self::Checkpoint { path, reason },
+            E::InvalidArgument(text) => Self::InvalidArgument(text),
             E::Model(error) => match error.downcast() {
                 Ok(error) => Self::Candle(*error),
                 Err(error) => Self::InvalidArgument(error.to_string()),

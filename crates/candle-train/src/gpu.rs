@@ -26,7 +26,7 @@ use train_step::{
     HostTensor, OptimizerStep, Result, on_device,
 };
 
-use crate::tensors::{FOREIGN, ModelTensors, Tensors, failed, own};
+use crate::tensors::{FOREIGN, ModelTensors, OnDevice, Tensors, failed, own};
 
 impl ModelTensors {
     /// Returns the GPU.
@@ -91,6 +91,11 @@ impl DeviceModel for ModelTensors {
         options: ReducerOptions,
     ) -> Result<Box<dyn DeviceBuckets>> {
         Ok(Box::new(Buckets::new(self.on_gpu()?.clone(), group, params, options)?))
+    }
+
+    fn zero_gradient(&self, index: usize) -> Result<Box<dyn DeviceTensor>> {
+        let zeros = self.params.tensors[index].detach().zeros_like();
+        Ok(Box::new(OnDevice::new(zeros.map_err(|e| failed("making zeros", e))?)))
     }
 
     fn averages(&self, of: Averaged) -> Result<Box<dyn DeviceAverages>> {

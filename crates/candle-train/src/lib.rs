@@ -59,12 +59,11 @@ mod batches;
 mod builder;
 mod data;
 mod error;
-mod exchange;
+mod eval;
 #[cfg(feature = "cuda")]
 mod gpu;
-mod outcome;
 pub mod process;
-mod state;
+mod stored;
 mod sums;
 mod tensors;
 mod trainer;
@@ -83,11 +82,10 @@ pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
     ScheduleFreeAdamWHyper, SgdHyper,
 };
-pub use outcome::{Outcome, Step};
 pub use tensors::{ModelTensors, OnDevice, Tensors, report, set};
 pub use train_data::{self, DefaultSampler};
-pub use train_step::{self, Accumulation};
-pub use trainer::Trainer;
+pub use train_step::{self, Accumulation, Outcome};
+pub use trainer::{Step, Trainer};
 pub use variables::is_buffer;
 
 /// Tests the examples of the README.

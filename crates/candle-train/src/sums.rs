@@ -1,7 +1,6 @@
 //! [`Trainer::mean`] and [`Trainer::sum`].
 
 use candle_core::{DType, Tensor};
-use collective::ReduceOp;
 
 use crate::{Error, Result, Trainer};
 
@@ -62,12 +61,6 @@ impl Trainer {
     }
 
     fn total<V: AsMut<[f64]>>(&self, call: &'static str, own: Result<V>) -> Result<V> {
-        let all_reduce = |mut values: V| {
-            self.group().all_reduce(values.as_mut(), ReduceOp::Sum)?;
-            Ok(values)
-        };
-        self.announce_result(call, own)
-            .and_then(all_reduce)
-            .map_err(|error| self.failed(call, error))
+        self.core.total(call, own).map_err(|error| self.failed(call, error))
     }
 }

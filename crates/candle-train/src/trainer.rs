@@ -1,28 +1,24 @@
 //! [`Trainer`]: one call per batch.
 
-use std::cell::RefCell;
-use std::collections::HashSet;
 use std::fmt;
-use std::sync::PoisonError;
 
-use amp::LossScaler;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarMap;
 use candle_ops::Context;
 use collective::ProcessGroup;
-use fused_optim::candle::VarOptimizer;
-use fused_optim::{Applied, Clip, FoundInf, HyperParam, Optimizer, StepCtl};
+use fused_optim::Optimizer;
 use tracing::debug_span;
-use train_step::{Accumulation, BatchRole, OptimizerStep, Schedules, first_non_finite};
+use train_step::{Outcome, StepContext};
 
 use crate::age::check_age;
-use crate::averages::DataParallel;
-use crate::exchange::{OpenStep, first_line};
-use crate::outcome::{Outcome, Step};
-use crate::state::Places;
+use crate::backward::ParamIndex;
+use crate::eval::with_eval_weights;
 use crate::tensors::ModelTensors;
 use crate::variables::{Statistics, Variables, is_finite};
 use crate::{Error, Result};
+
+/// Result of a batch: its loss, detached, in device memory, and whether the step was taken.
+pub type Step = train_step::Step<Tensor>;
 
 /// Trains a model's variables, with all parts of a training loop. Built by [`Trainer::builder`].
 ///
@@ -36,46 +32,17 @@ pub struct Trainer {
     pub(crate) variables: Variables,
     /// The trained variables, lent to steps.
     pub(crate) tensors: ModelTensors,
-    pub(crate) averages: DataParallel,
-    pub(crate) optimizer: VarOptimizer<Box<dyn Optimizer>>,
-    pub(crate) scaler: LossScaler,
+    pub(crate) index: ParamIndex,
+    pub(crate) core: train_step::Trainer,
     pub(crate) context: Context,
     pub(crate) device: Device,
     /// Whether steps with gradients that are not finite are skipped.
     pub(crate) is_mixed: bool,
     /// Whether an operator has run in half precision, or none has to.
     pub(crate) has_lowered: bool,
-    pub(crate) clip: Option<Clip>,
-    pub(crate) accumulation: Accumulation,
-    /// Batches since the last step whose gradients wait for it.
-    pub(crate) pending: usize,
-    /// The step of these batches.
-    pub(crate) open: OpenStep,
-    /// The mean count of a batch in the last step of [`step_weighted`](Self::step_weighted).
-    pub(crate) mean_count: Option<f64>,
     pub(crate) statistics: Statistics,
-    /// The number of batches in the epoch and of those already trained, after a call of
-    /// [`batches`](Self::batches).
-    pub(crate) epoch: Option<(usize, usize)>,
-    pub(crate) schedule: Option<Schedule>,
-    pub(crate) schedules: Option<Schedules>,
-    /// The optimizer's learning rates, by parameter group, before the schedule.
-    pub(crate) base_lrs: Vec<f64>,
-    /// Number of applied steps.
-    pub(crate) steps: u64,
-    /// Whether the last step was taken, and by this process.
-    pub(crate) has_norm: bool,
-    /// Number of steps skipped in a row, and the number that is an error.
-    pub(crate) skips: usize,
-    pub(crate) max_consecutive_skips: usize,
     pub(crate) seed: u64,
-    pub(crate) saves: RefCell<Places>,
-    /// Error of a `resume` that has failed after it had changed part of the state.
-    pub(crate) torn: Option<String>,
 }
-
-/// Factor of the learning rates as a function of the number of steps taken.
-pub(crate) type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
 
 impl Trainer {
     /// Trains on a batch: runs `forward`, which returns the mean loss, then the backward pass, and
@@ -116,8 +83,7 @@ impl Trainer {
     /// by [`Error::NonFinite`]), and on several GPUs after any error, all later calls fail, and
     /// other ranks may have taken the step.
     pub fn step(&mut self, forward: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Step> {
-        let _span = debug_span!(target: "candle_train", "step", rank = self.rank()).entered();
-        self.train("step", 1.0, forward).map_err(|error| self.failed("step", error))
+        self.train(None, forward).map_err(|error| self.failed("step", error))
     }
 
     /// Like [`step`](Self::step), for a loss that is the mean of `count` tokens or samples: the
@@ -155,30 +121,30 @@ impl Trainer {
         count: usize,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Step> {
-        let _span = debug_span!(target: "candle_train", "step", rank = self.rank()).entered();
-        let trained = self.train("step_weighted", count as f64, forward);
+        let trained = self.train(Some(count), forward);
         trained.map_err(|error| self.failed("step_weighted", error))
     }
 
     fn train(
         &mut self,
-        call: &'static str,
-        count: f64,
+        count: Option<usize>,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Step> {
-        self.begin_batch(call, count)?;
-        let role = self.next_batch();
         self.statistics.begin();
-        let own = self.pass((call, count), role, forward);
-        let ended = self.end_batch(count, role, own).and_then(|(loss, applied)| {
-            self.or_abort(self.end_statistics(applied))?;
-            let loss_scale = self.loss_scale();
-            let outcome = match applied {
-                None => Outcome::Accumulated,
-                Some(Applied::SkippedNonFinite) => Outcome::Skipped { loss_scale },
-                Some(_) => Outcome::Updated,
-            };
-            Ok(Step { loss: loss.detach(), outcome })
+        let checks = self.core.is_first_batch();
+        let Self { map, variables, tensors, index, core, context, statistics, .. } = self;
+        let pass = Pass { map, variables, index, context, statistics, checks };
+        let has_lowered = &mut self.has_lowered;
+        let run = |_: &mut ModelTensors, cx: &mut StepContext<'_>| {
+            pass.run(has_lowered, count != Some(0), forward, cx)
+        };
+        let ended = match count {
+            None => core.step(tensors, run),
+            Some(count) => core.step_weighted(count, tensors, run),
+        };
+        let ended = ended.and_then(|step| {
+            self.core.or_abort(self.end_statistics(step.outcome))?;
+            Ok(step.map(|loss| loss.detach()))
         });
         if ended.is_err() {
             // The batch's own error is returned.
@@ -188,185 +154,14 @@ impl Trainer {
     }
 
     /// Restores statistics that are lost; after a step broadcasts those of rank 0.
-    fn end_statistics(&self, applied: Option<Applied>) -> Result<()> {
-        self.restore_lost(applied)?;
-        match applied {
+    fn end_statistics(&self, outcome: Outcome) -> Result<()> {
+        self.restore_lost(outcome)?;
+        match outcome {
+            Outcome::Accumulated => Ok(()),
             // After the step and not before the next one: an evaluation, and a run resumed from
             // what rank 0 saves, have the same statistics on all ranks.
-            Some(_) => self.variables.broadcast_buffers(self.averages.group()),
-            None => Ok(()),
+            _ => self.variables.broadcast_buffers(self.group()),
         }
-    }
-
-    /// The role of the next batch, which counts as one of the epoch also if it fails. After an
-    /// epoch's last batch the same batches may be iterated again.
-    fn next_batch(&mut self) -> BatchRole {
-        let role = self.accumulation.next_batch();
-        if let Some((len, seen)) = &mut self.epoch {
-            *seen += 1;
-            if seen == len {
-                *seen = 0;
-                self.accumulation.initialize_count_status(0, *len);
-            }
-        }
-        role
-    }
-
-    /// Runs the forward and the backward pass of a batch, up to the end of the averaging.
-    fn pass(
-        &mut self,
-        (call, count): (&'static str, f64),
-        role: BatchRole,
-        forward: impl FnOnce() -> candle_core::Result<Tensor>,
-    ) -> Result<Tensor> {
-        self.averages.prepare(role.steps)?;
-        self.statistics.copy(&self.variables.buffers)?;
-        // Once a step: it looks up each variable.
-        if self.pending == 0 || self.torn.is_some() {
-            self.check_whole()?;
-        }
-        let refused = |text: &str| Err(Error::InvalidArgument(text.to_owned()));
-        if self.open.call != Some(call) {
-            return refused("`step` and `step_weighted` were called for batches of one step");
-        }
-        let begin = Tensor::zeros((), DType::U8, &Device::Cpu)?;
-        let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
-        let span = debug_span!(target: "candle_train", "forward");
-        let ((loss, tape), lowered) = span.in_scope(|| self.context.enter(forward));
-        let loss = loss?;
-        check_age(&loss, &tape, &begin)?;
-        if loss.elem_count() != 1 {
-            let shape = loss.dims();
-            let text =
-                format!("the loss has shape {shape:?}; expected one element, the batch's mean");
-            return Err(Error::InvalidArgument(text));
-        }
-        self.has_lowered |= lowered > 0;
-        if !self.has_lowered {
-            return refused(
-                "autocast is enabled, but no operator ran in half precision: candle-nn's own layers do not support \
-                 autocast; use those of `candle_ops`",
-            );
-        }
-        if count == 0.0 {
-            // The loss may be NaN, and so would be its gradients times 0, and statistics.
-            self.statistics.restore(&self.variables.buffers, |_| Ok(true))?;
-            return Ok(loss);
-        }
-        let factor = f64::from(self.scaler.scale()) / role.divisor * (count / self.open.unit);
-        let gradient =
-            Tensor::full(factor as f32, loss.shape(), loss.device())?.to_dtype(loss.dtype())?;
-        let averages = &mut self.averages;
-        let backward = || averages.pass((tape, &loss), gradient);
-        let span = debug_span!(target: "candle_train", "backward");
-        span.in_scope(|| self.context.enter(backward))?;
-        Ok(loss)
-    }
-
-    /// Ends a batch, and runs the optimizer step if it is due. After an error the gradients of the
-    /// step so far are dropped; on one rank the batches after it make a step of full strength.
-    fn end_batch(
-        &mut self,
-        count: f64,
-        role: BatchRole,
-        own: Result<Tensor>,
-    ) -> Result<(Tensor, Option<Applied>)> {
-        // A schedule may return a rate that is refused, on this rank alone.
-        let own = own.and_then(|loss| match role.steps {
-            true => self.schedule_rates().map(|()| loss),
-            false => Ok(loss),
-        });
-        match &own {
-            Ok(_) => {
-                self.pending += 1;
-                self.open.count += count;
-            }
-            Err(error) if self.world_size() > 1 => {
-                let text = error.to_string();
-                let reason = first_line(&text);
-                if !self.device.is_cpu() {
-                    self.group().abort(reason);
-                }
-                self.open.failed.get_or_insert_with(|| reason.to_owned());
-            }
-            Err(_) => {}
-        }
-        let has_gradients = own.is_ok() && count > 0.0;
-        let ended = self.end_pass(role, own.is_ok(), has_gradients);
-        if role.steps {
-            self.drop_gradients();
-            self.open = OpenStep::default();
-        } else if own.is_err() || ended.is_err() {
-            self.drop_gradients();
-        }
-        own.and_then(|loss| Ok((loss, ended?)))
-    }
-
-    fn end_pass(
-        &mut self,
-        role: BatchRole,
-        is_ok: bool,
-        has_gradients: bool,
-    ) -> Result<Option<Applied>> {
-        if role.steps && !has_gradients {
-            // The other ranks wait for this one's gradients.
-            self.or_abort(self.averages.fill())?;
-        }
-        let finished = self.averages.finish();
-        self.or_abort(finished)?;
-        let tells = self.world_size() > 1 && self.compares(self.open.call.unwrap_or("step"));
-        if !role.steps || (!is_ok && !tells) {
-            return Ok(None);
-        }
-        let total = self.agree(role.divisor)?;
-        match self.update(role.divisor, total) {
-            // All ranks have it.
-            Err(error @ Error::NonFinite { .. }) => Err(error),
-            updated => self.or_abort(updated).map(Some),
-        }
-    }
-
-    /// Drops the gradients of the batches since the last step.
-    pub(crate) fn drop_gradients(&mut self) {
-        self.averages.zero_grad();
-        self.pending = 0;
-        self.open.count = 0.0;
-    }
-
-    /// Returns an error after a `resume` that has changed part of the state, or for another map.
-    pub(crate) fn check_whole(&self) -> Result<()> {
-        match &self.torn {
-            Some(reason) => Err(Error::InvalidArgument(format!(
-                "`resume` has failed when it had changed part of the state ({reason}): resume again, or build a new \
-                 trainer"
-            ))),
-            None => self.check_map(),
-        }
-    }
-
-    /// Returns an error for variables created after this trainer, which would be neither trained
-    /// nor saved, and for variables that are no longer in the map.
-    pub(crate) fn check_map(&self) -> Result<()> {
-        let map = self.map.data().lock().unwrap_or_else(PoisonError::into_inner);
-        for (name, var) in self.variables.all() {
-            let text = match map.get(name) {
-                Some(now) if now.id() == var.id() => continue,
-                Some(_) => {
-                    format!("variable `{name}` has been replaced in the `VarMap`: use `Var::set`")
-                }
-                None => format!("variable `{name}` has been removed from the `VarMap`"),
-            };
-            return Err(Error::InvalidArgument(format!("{text}, or build a new trainer")));
-        }
-        if map.len() == self.variables.all().count() {
-            return Ok(());
-        }
-        let known: HashSet<&str> = self.variables.all().map(|(name, _)| name.as_str()).collect();
-        let mut new: Vec<_> = map.keys().filter(|name| !known.contains(name.as_str())).collect();
-        new.sort();
-        let text =
-            format!("variables made after the trainer: {new:?}; build the whole model before it");
-        Err(Error::InvalidArgument(text))
     }
 
     /// An error of one of the methods that all ranks call, with advice.
@@ -376,63 +171,14 @@ impl Trainer {
 
     /// In mixed precision, restores the statistics after a batch whose step was skipped, and those
     /// of an earlier batch of the step that are not finite.
-    fn restore_lost(&self, applied: Option<Applied>) -> Result<()> {
+    fn restore_lost(&self, outcome: Outcome) -> Result<()> {
         if !self.is_mixed {
             return Ok(());
         }
-        self.statistics.restore(&self.variables.buffers, |var| match applied {
-            Some(applied) => Ok(applied == Applied::SkippedNonFinite),
-            None => Ok(!is_finite(var)?),
+        self.statistics.restore(&self.variables.buffers, |var| match outcome {
+            Outcome::Accumulated => Ok(!is_finite(var)?),
+            outcome => Ok(matches!(outcome, Outcome::Skipped { .. })),
         })
-    }
-
-    /// Steps the schedulers for the steps taken since they were stepped last.
-    fn step_schedulers(&mut self) -> Result<()> {
-        let Some(schedules) = &mut self.schedules else { return Ok(()) };
-        let Some(iters) = schedules.iters() else { return Ok(()) };
-        let due = self.steps.saturating_sub(iters);
-        Ok(schedules.step_iters(due, self.optimizer.optimizer_mut())?)
-    }
-
-    /// Sets the learning rates of the next step by the schedule.
-    fn schedule_rates(&mut self) -> Result<()> {
-        self.step_schedulers()?;
-        let Some(schedule) = &self.schedule else { return Ok(()) };
-        let factor = schedule(self.steps);
-        for (group, base) in self.base_lrs.iter().enumerate() {
-            self.optimizer.set_hyper_param(group, HyperParam::Lr, base * factor)?;
-        }
-        Ok(())
-    }
-
-    /// Runs the optimizer step on the averages of gradients that were divided by `divisor`, and of
-    /// counts with this sum over batches and ranks.
-    fn update(&mut self, divisor: f64, total: f64) -> Result<Applied> {
-        let _span = debug_span!(target: "candle_train", "optimizer").entered();
-        let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
-        // 1, if all batches have the same count.
-        let factor = divisor * self.world_size() as f64 * self.open.unit / total;
-        let grad_scale = (f64::from(self.scaler.inv_scale()) * factor) as f32;
-        let ctl = StepCtl { grad_scale, found_inf, clip: self.clip };
-        let step = OptimizerStep::new(&mut **self.optimizer.optimizer_mut(), ctl);
-        let applied = step.run(&mut self.tensors, &self.averages.gradients)?;
-        let is_skipped = applied == Applied::SkippedNonFinite;
-        self.steps += u64::from(!is_skipped);
-        self.has_norm = !is_skipped;
-        self.skips = if is_skipped { self.skips + 1 } else { 0 };
-        let scale = self.scaler.scale();
-        let floor = self.scaler.update(is_skipped).err();
-        if floor.is_some() || self.skips >= self.max_consecutive_skips {
-            let (tensors, gradients) = (&self.tensors, &self.averages.gradients);
-            let parameter = first_non_finite(grad_scale, tensors, gradients)?;
-            return Err(Error::NonFinite {
-                parameter: parameter.unwrap_or_else(|| "?".to_owned()),
-                skips: self.skips,
-                scale,
-                floor,
-            });
-        }
-        Ok(applied)
     }
 
     /// Steps the [schedulers](crate::TrainerBuilder::schedulers) that depend on a metric
@@ -443,11 +189,7 @@ impl Trainer {
     ///
     /// A missing metric, with the known names; a learning rate that is refused.
     pub fn step_metrics(&mut self, metrics: &[(String, f64)]) -> Result<()> {
-        self.step_schedulers()?;
-        match &mut self.schedules {
-            Some(schedules) => Ok(schedules.step_metrics(metrics, self.optimizer.optimizer_mut())?),
-            None => Ok(()),
-        }
+        Ok(self.core.step_metrics(metrics)?)
     }
 
     /// Runs a forward pass for evaluation: without dropout, under the same autocast, so results may
@@ -461,8 +203,9 @@ impl Trainer {
     ///
     /// If another thread is updating the variables then.
     pub fn evaluate<R>(&mut self, forward: impl FnOnce() -> R) -> R {
-        let context = &mut self.context;
-        let evaluated = self.optimizer.with_eval_weights(|| context.evaluate(forward));
+        let Self { context, core, tensors, .. } = self;
+        let evaluated =
+            with_eval_weights(&tensors.params, core.optimizer(), || context.evaluate(forward));
         evaluated.expect("the variables are this trainer's")
     }
 
@@ -471,17 +214,13 @@ impl Trainer {
     /// epoch's last batch still ends in a step; otherwise the next batch is the first of a step.
     /// Every rank must call it.
     pub fn zero_grad(&mut self) {
-        self.drop_gradients();
-        self.open = OpenStep::default();
-        if self.epoch.is_none() {
-            self.accumulation = Accumulation::new(self.accumulation.counts());
-        }
+        self.core.zero_grad();
     }
 
     /// The process group of all ranks.
     #[must_use]
-    pub fn group(&self) -> &ProcessGroup {
-        self.averages.group()
+    pub const fn group(&self) -> &ProcessGroup {
+        self.core.group()
     }
 
     /// This rank.
@@ -505,13 +244,13 @@ impl Trainer {
     /// Number of applied steps.
     #[must_use]
     pub const fn steps(&self) -> u64 {
-        self.steps
+        self.core.steps()
     }
 
     /// The loss scale; 1 without one.
     #[must_use]
     pub fn loss_scale(&self) -> f32 {
-        self.scaler.scale()
+        self.core.loss_scale()
     }
 
     /// The device of the variables.
@@ -535,19 +274,19 @@ impl Trainer {
     /// process. On a GPU it waits for the step.
     #[must_use]
     pub fn grad_norm(&self) -> Option<f64> {
-        self.optimizer.optimizer().grad_norm().filter(|_| self.has_norm)
+        self.core.grad_norm()
     }
 
     /// The learning rate of the first parameter group in the last step.
     #[must_use]
     pub fn learning_rate(&self) -> f64 {
-        self.optimizer.optimizer().lr(0).unwrap_or(f64::NAN)
+        self.core.learning_rate()
     }
 
     /// The optimizer, to read or set hyper-parameters. A
     /// [`schedule`](crate::TrainerBuilder::schedule) sets learning rates again before each step.
-    pub fn optimizer(&mut self) -> &mut VarOptimizer<Box<dyn Optimizer>> {
-        &mut self.optimizer
+    pub fn optimizer(&mut self) -> &mut dyn Optimizer {
+        self.core.optimizer_mut()
     }
 }
 
@@ -558,9 +297,66 @@ impl fmt::Debug for Trainer {
             .field("world_size", &self.world_size())
             .field("device", &self.device)
             .field("variables", &self.variables.params.len())
-            .field("optimizer", self.optimizer.optimizer())
+            .field("optimizer", self.core.optimizer())
             .field("loss_scale", &self.loss_scale())
-            .field("steps", &self.steps)
+            .field("steps", &self.steps())
             .finish_non_exhaustive()
+    }
+}
+
+/// The forward and the backward pass of a batch.
+struct Pass<'a> {
+    map: &'a VarMap,
+    variables: &'a Variables,
+    index: &'a ParamIndex,
+    context: &'a mut Context,
+    statistics: &'a mut Statistics,
+    /// Whether to check the map: once a step, as it looks up each variable.
+    checks: bool,
+}
+
+impl Pass<'_> {
+    /// Runs the passes, and reports gradients, unless the batch does not count.
+    fn run(
+        self,
+        has_lowered: &mut bool,
+        counts: bool,
+        forward: impl FnOnce() -> candle_core::Result<Tensor>,
+        cx: &StepContext<'_>,
+    ) -> Result<Tensor> {
+        let Self { map, variables, index, context, statistics, checks } = self;
+        statistics.copy(&variables.buffers)?;
+        if checks {
+            variables.check_map(map)?;
+        }
+        let begin = Tensor::zeros((), DType::U8, &Device::Cpu)?;
+        let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
+        let span = debug_span!(target: "candle_train", "forward");
+        let ((loss, tape), lowered) = span.in_scope(|| context.enter(forward));
+        let loss = loss?;
+        check_age(&loss, &tape, &begin)?;
+        if loss.elem_count() != 1 {
+            let shape = loss.dims();
+            let text =
+                format!("the loss has shape {shape:?}; expected one element, the batch's mean");
+            return Err(Error::InvalidArgument(text));
+        }
+        *has_lowered |= lowered > 0;
+        if !*has_lowered {
+            let text = "autocast is enabled, but no operator ran in half precision: candle-nn's own layers do not \
+                        support autocast; use those of `candle_ops`";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
+        if !counts {
+            // The loss may be NaN, and so would be its gradients times 0, and statistics.
+            statistics.restore(&variables.buffers, |_| Ok(true))?;
+            return Ok(loss);
+        }
+        let gradient = Tensor::full(cx.loss_scale, loss.shape(), loss.device())?;
+        let gradient = gradient.to_dtype(loss.dtype())?;
+        let backward = || index.report((tape, &loss), gradient, cx.sink.clone());
+        let span = debug_span!(target: "candle_train", "backward");
+        span.in_scope(|| context.enter(backward))?;
+        Ok(loss)
     }
 }

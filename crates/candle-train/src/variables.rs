@@ -11,9 +11,8 @@ use candle_nn::VarMap;
 use candle_ops::nn::lora::{adapter_of, fits, is_frozen};
 use collective::{Element, ProcessGroup};
 use half::{bf16, f16};
-use train_step::TensorSpec;
+use train_step::{TensorSpec, is_reserved};
 
-use crate::state::PREFIX;
 use crate::tensors::{ModelTensors, Tensors};
 use crate::{Error, Result};
 
@@ -43,10 +42,10 @@ impl Variables {
             let text = format!("frozen `{pattern}` is the name of no variable; there are {names}");
             return Err(Error::InvalidArgument(text));
         }
-        let is_reserved = |name: &str| name == "__metadata__" || name.starts_with(PREFIX);
         if let Some((name, _)) = all.iter().find(|(name, _)| is_reserved(name)) {
             return Err(Error::InvalidArgument(format!(
-                "variable `{name}`: `__metadata__` and names beginning with `{PREFIX}` are reserved for checkpoints"
+                "variable `{name}`: `__metadata__` and names beginning with `train_step.` or `candle_train.` are \
+                 reserved for checkpoints"
             )));
         }
         // A variable with two names is frozen if one of them is.
@@ -91,6 +90,31 @@ impl Variables {
             params.add(spec, var.as_tensor().clone());
         }
         ModelTensors::of_params(params)
+    }
+
+    /// Returns an error for variables created after this trainer, which would be neither trained
+    /// nor saved, and for variables that are no longer in the map.
+    pub(crate) fn check_map(&self, map: &VarMap) -> Result<()> {
+        let map = map.data().lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, var) in self.all() {
+            let text = match map.get(name) {
+                Some(now) if now.id() == var.id() => continue,
+                Some(_) => {
+                    format!("variable `{name}` has been replaced in the `VarMap`: use `Var::set`")
+                }
+                None => format!("variable `{name}` has been removed from the `VarMap`"),
+            };
+            return Err(Error::InvalidArgument(format!("{text}, or build a new trainer")));
+        }
+        if map.len() == self.all().count() {
+            return Ok(());
+        }
+        let known: HashSet<&str> = self.all().map(|(name, _)| name.as_str()).collect();
+        let mut new: Vec<_> = map.keys().filter(|name| !known.contains(name.as_str())).collect();
+        new.sort();
+        let text =
+            format!("variables made after the trainer: {new:?}; build the whole model before it");
+        Err(Error::InvalidArgument(text))
     }
 
     pub(crate) fn all(&self) -> impl Iterator<Item = &(String, Var)> {

@@ -62,6 +62,16 @@ pub enum HostTensor {
 }
 
 impl HostTensor {
+    /// Rounds values to a type, to nearest even.
+    #[must_use]
+    pub fn rounded(dtype: DType, values: &[f32]) -> Self {
+        match dtype {
+            DType::F32 => Self::F32(values.to_vec()),
+            DType::F16 => Self::F16(values.iter().map(|value| f16::from_f32(*value)).collect()),
+            DType::Bf16 => Self::Bf16(values.iter().map(|value| bf16::from_f32(*value)).collect()),
+        }
+    }
+
     /// Returns the elements.
     #[must_use]
     pub fn as_slice(&self) -> Slice<'_> {

@@ -1,5 +1,7 @@
 //! `Error`, the error type of this crate.
 
+use std::path::PathBuf;
+
 /// An error of any kind, of the program that lends its tensors.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -126,6 +128,39 @@ pub enum Error {
         /// overflow.
         parameter: Option<String>,
     },
+    /// Too many steps in a row were skipped because gradients were not finite, or the loss scale
+    /// has fallen to its minimum.
+    #[error("{}", non_finite(parameter, *skips, *scale, floor.as_ref()))]
+    NonFinite {
+        /// The first parameter, by name, whose averaged gradient is infinite or NaN.
+        parameter: String,
+        /// Number of steps skipped in a row.
+        skips: usize,
+        /// The loss scale of the last one.
+        scale: f32,
+        /// The error of the loss scale, if it has fallen to its minimum.
+        #[source]
+        floor: Option<amp::Error>,
+    },
+    /// A batch failed on a rank, and its step was dropped on all ranks.
+    #[error("rank {rank} failed: {reason}; the step was dropped on all ranks")]
+    RankFailed {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        reason: String,
+    },
+    /// A checkpoint cannot be written, or belongs to another program.
+    #[error("checkpoint {}: {reason}", path.display())]
+    Checkpoint {
+        /// The file.
+        path: PathBuf,
+        /// The cause, and the remedy.
+        reason: String,
+    },
+    /// A call has invalid arguments.
+    #[error("{0}")]
+    InvalidArgument(String),
     /// The object cannot be used after an earlier error.
     #[error(
         "this optimizer wrapper is spent after an error, gradients of the failed batch may be left; build \
@@ -176,6 +211,17 @@ fn skipped(steps: usize, scale: f32, parameter: Option<&str>) -> String {
         "{steps} optimizer steps in a row were skipped, because gradients are not finite ({first}; loss scale \
          {scale}): the weights no longer change; lower the learning rate, clip gradients, or look for the data \
          that cause it; `max_consecutive_skips` of AmpOptimWrapper sets this number"
+    )
+}
+
+fn non_finite(parameter: &str, skips: usize, scale: f32, floor: Option<&amp::Error>) -> String {
+    let limit = match floor {
+        Some(floor) => format!("; {floor}"),
+        None => "; check that the loss is finite, or see `TrainerBuilder::max_consecutive_skips`"
+            .to_owned(),
+    };
+    format!(
+        "skipped {skips} steps in a row: the gradient of `{parameter}` is not finite, at a loss scale of {scale}{limit}"
     )
 }
 

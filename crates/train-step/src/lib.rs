@@ -1,5 +1,7 @@
 //! A data-parallel training step that needs no tensor crate.
 //!
+//! * [`Trainer`]: the step of a program's own loop, with all of the following, errors of one rank
+//!   on all, and checkpoints ([`checkpoint`]).
 //! * [`Model`]: a model's tensors, lent to a step as slices, or on a device. Their memory stays
 //!   with the tensor crate.
 //! * [`DistributedDataParallel`], a [`ModelWrapper`]: takes gradients one by one during backward,
@@ -14,6 +16,7 @@
 
 mod accumulation;
 mod averages;
+pub mod checkpoint;
 mod context;
 mod device;
 mod error;
@@ -24,10 +27,11 @@ mod schedule;
 mod spec;
 #[cfg(test)]
 mod testing;
+mod trainer;
 
 pub use accumulation::{Accumulation, BatchRole};
 pub use averages::{
-    DistributedDataParallel, ModelWrapper, WrapperFactory, WrapperOver, with_host_grads,
+    Averages, DistributedDataParallel, ModelWrapper, WrapperFactory, WrapperOver, with_host_grads,
 };
 pub use context::{EngineState, GradSink, OptimizerStep, SharedSink, StepContext, on_device};
 pub use device::{Averaged, DeviceAverages, DeviceBuckets, DeviceTensor, Gradient, HostTensor};
@@ -44,6 +48,7 @@ pub use schedule::{
     SchedulerConfig, Schedules, Shape, Threshold, differences, find_metric,
 };
 pub use spec::TensorSpec;
+pub use trainer::{Outcome, Schedule, Step, Trainer, TrainerBuilder, is_reserved};
 
 /// Tests the examples of the README.
 #[cfg(doctest)]

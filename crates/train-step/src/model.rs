@@ -7,7 +7,10 @@ use collective::reducer::{ParamInfo, ReducerOptions};
 use fused_optim::{Applied, DType, Slice, SliceMut};
 use half::slice::HalfFloatSliceExt;
 
-use crate::{Averaged, DeviceAverages, DeviceBuckets, Gradient, OptimizerStep, Result, TensorSpec};
+use crate::{
+    Averaged, DeviceAverages, DeviceBuckets, DeviceTensor, Gradient, OptimizerStep, Result,
+    TensorSpec,
+};
 
 /// Lends tensors as plain slices, which the callee may change in place.
 pub type Visit<'a> = dyn FnMut(&mut [SliceMut<'_>]) -> Result<()> + 'a;
@@ -121,6 +124,13 @@ pub trait DeviceModel {
         params: Vec<(usize, ParamInfo)>,
         options: ReducerOptions,
     ) -> Result<Box<dyn DeviceBuckets>>;
+
+    /// Creates a gradient of zeros for parameter `index`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Model`](crate::Error::Model) if the device fails.
+    fn zero_gradient(&self, index: usize) -> Result<Box<dyn DeviceTensor>>;
 
     /// Creates moving averages of some of the model's tensors in device memory.
     ///

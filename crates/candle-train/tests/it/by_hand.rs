@@ -7,7 +7,7 @@ use candle_ops::{Context, cross_entropy};
 use candle_train::{AdamWHyper, Clip, DataParallel, DefaultSampler, ReducerOptions, Trainer};
 use collective::{ProcessGroup, ReduceOp};
 use fused_optim::candle::VarOptimizer;
-use fused_optim::{AdamW, Applied, FoundInf, Optimizer as _, StepCtl};
+use fused_optim::{AdamW, Applied, FoundInf, StepCtl};
 
 use super::{SAMPLES, batch, model, ranks, weights};
 
@@ -117,7 +117,7 @@ fn trained(group: &ProcessGroup) -> Run {
             losses.push(loss.to_scalar::<f32>().unwrap());
         }
     }
-    assert!(train.optimizer().optimizer().lr(0).unwrap() < hyper().lr);
+    assert!(train.optimizer().lr(0).unwrap() < hyper().lr);
     (losses, weights(&vars))
 }
 

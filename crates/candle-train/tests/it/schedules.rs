@@ -138,7 +138,7 @@ fn groups_have_their_own_decay_and_rate() {
     let paramwise = Paramwise { custom_keys: custom, ..Paramwise::no_decay_for_norms_and_biases() };
     let (vars, all) = layer();
     let mut train = Trainer::builder(&vars).group(alone()).groups(paramwise).build(hyper).unwrap();
-    let optimizer = train.optimizer().optimizer_mut();
+    let optimizer = train.optimizer();
     let rates: Vec<_> = (0..3)
         .map(|group| {
             let of = |param| optimizer.hyper_param(group, param).unwrap().unwrap();

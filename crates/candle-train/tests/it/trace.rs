@@ -13,7 +13,7 @@ fn step_is_a_span_with_backward_and_its_buckets() {
         let (vars, net) = model(1);
         let mut train = Trainer::builder(&vars).group(group).build(AdamWHyper::default()).unwrap();
         let (x, y) = batch(&[0, 1, 2, 3]);
-        Collector::during(&["candle_train", "collective"], || {
+        Collector::during(&["candle_train", "train_step", "collective"], || {
             train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
         })
     });

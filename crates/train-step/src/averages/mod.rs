@@ -5,12 +5,14 @@
 //! implement the trait, or [`WrapperOver`] to change parts of another wrapper.
 
 mod ddp;
+mod passes;
 mod state;
 
 use collective::ProcessGroup;
 use fused_optim::Slice;
 
 pub use ddp::DistributedDataParallel;
+pub use passes::Averages;
 
 use crate::{Error, Gradient, HostTensor, Model, Result, SharedSink, StepContext, TensorSpec};
 

@@ -161,6 +161,17 @@ impl OptimWrapper {
         self.clip
     }
 
+    /// Returns the loss scaler.
+    #[must_use]
+    pub const fn scaler(&self) -> &LossScaler {
+        &self.scaler
+    }
+
+    /// Restores the loss scaler, and the number of steps skipped in a row, of a saved run.
+    pub(crate) fn resume(&mut self, scaler: LossScaler, skipped: usize) {
+        (self.scaler, self.skipped, self.last) = (scaler, skipped, None);
+    }
+
     /// Returns the state of gradient accumulation.
     pub fn accumulation(&mut self) -> &mut Accumulation {
         &mut self.accumulation
@@ -315,7 +326,7 @@ impl OptimWrapper {
         if self.is_mixed {
             self.buffers.keep(&mut model, steps_there)?;
         }
-        let span = debug_span!(target: "runner", "train_step");
+        let span = debug_span!(target: "train_step", "train_step");
         let losses = span.in_scope(|| run(model, &mut cx))?;
         let (note, warning) = (cx.note, cx.warning);
         let mut applied = cx.step.and_then(|step| step.applied);
@@ -353,13 +364,49 @@ impl OptimWrapper {
         })
     }
 
+    /// Steps the optimizer with the present gradients, times `factor` besides the loss scale's
+    /// inverse. Unlike after [`step`](Self::step), later calls are possible after an error.
+    pub(crate) fn apply(
+        &mut self,
+        factor: f64,
+        model: &mut dyn Model,
+        wrapper: &mut dyn ModelWrapper,
+    ) -> Result<Applied> {
+        self.last = None;
+        let (ctl, scale) = (self.ctl(factor), self.loss_scale());
+        let applied = self.step_by(ctl, model, wrapper)?;
+        if self.loss_scale() != scale {
+            wrapper.rescale(self.loss_scale() / scale);
+        }
+        Ok(applied)
+    }
+
+    /// Returns the factor by which the step multiplies gradients, without that of their counts.
+    #[must_use]
+    pub fn inv_scale(&self) -> f32 {
+        self.scaler.inv_scale()
+    }
+
+    /// Returns the norm of the averaged gradients of the last batch's step before clipping, if the
+    /// step was taken and clips by norm.
+    #[must_use]
+    pub fn grad_norm(&self) -> Option<f64> {
+        self.optimizer.grad_norm().filter(|_| self.last == Some(Applied::Applied))
+    }
+
+    /// Returns the number of steps skipped in a row.
+    #[must_use]
+    pub const fn skipped(&self) -> usize {
+        self.skipped
+    }
+
     fn step_by(
         &mut self,
         mut ctl: StepCtl,
         model: &mut dyn Model,
         wrapper: &dyn ModelWrapper,
     ) -> Result<Applied> {
-        let _span = debug_span!(target: "runner", "optimizer").entered();
+        let _span = debug_span!(target: "train_step", "optimizer").entered();
         if let Some(overflow) = &mut self.overflow
             && overflow.found()?
         {
@@ -372,10 +419,13 @@ impl OptimWrapper {
 
     /// Returns the options of the next step; every rank calls it.
     fn step_ctl(&self, wrapper: &dyn ModelWrapper) -> Result<StepCtl> {
+        Ok(self.ctl(self.counts.step_factor(wrapper)?))
+    }
+
+    fn ctl(&self, factor: f64) -> StepCtl {
         let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
-        let factor = self.counts.step_factor(wrapper)?;
         let grad_scale = (f64::from(self.scaler.inv_scale()) * factor) as f32;
-        Ok(StepCtl { grad_scale, found_inf, clip: self.clip })
+        StepCtl { grad_scale, found_inf, clip: self.clip }
     }
 
     /// Records the result of a step.

@@ -205,11 +205,11 @@ fn an_entry_of_another_version_is_refused_by_name() {
     let mut train = trainer(&vars, &alone());
     write(&path, &entries);
     assert_eq!(train.resume(&path).unwrap(), 3);
-    let other = entries["candle_train.trainer"].clone();
-    entries.insert("candle_train.later".to_owned(), other);
+    let other = entries["train_step.trainer"].clone();
+    entries.insert("train_step.later".to_owned(), other);
     write(&path, &entries);
     let error = train.resume(&path).unwrap_err().to_string();
-    assert!(error.contains("entry `candle_train.later`, which this trainer does not"), "{error}");
+    assert!(error.contains("entry `train_step.later`, which this trainer does not"), "{error}");
 }
 
 #[test]
@@ -238,4 +238,32 @@ fn files_of_format_1_are_resumed() {
         assert_eq!(state(&mut train, &vars), saved);
         assert_eq!(weights(&vars), saved.0);
     }
+}
+
+#[test]
+fn a_file_of_format_2_is_resumed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    save_a_run(&path, 1, 3);
+    let resume = || {
+        let (vars, _net) = model(1);
+        let mut train = trainer(&vars, &alone());
+        assert_eq!(train.resume(&path).unwrap(), 3);
+        (weights(&vars), train.optimizer().state_dict().unwrap(), train.steps())
+    };
+    let now = resume();
+    // Only the prefix of names and the number of the format differ.
+    let entries = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
+    let old = entries.into_iter().map(|(name, tensor)| match name.strip_prefix("train_step.") {
+        Some("trainer") => {
+            let text = String::from_utf8(tensor.to_vec1::<u8>().unwrap()).unwrap();
+            let text = text.replace("\"format\":3", "\"format\":2");
+            let tensor = Tensor::from_slice(text.as_bytes(), text.len(), &candle_core::Device::Cpu);
+            ("candle_train.trainer".to_owned(), tensor.unwrap())
+        }
+        Some(rest) => (format!("candle_train.{rest}"), tensor),
+        None => (name, tensor),
+    });
+    write(&path, &old.collect());
+    assert_eq!(resume(), now);
 }

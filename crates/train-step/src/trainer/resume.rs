@@ -1,28 +1,24 @@
 //! [`Trainer::resume`].
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::path::Path;
 
 use amp::LossScaler;
-use candle_core::{TensorId, Var};
 use fused_optim::{HyperParam, StateDict, StateLayout};
 use safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
-
-use super::file::{Id, Reader};
-use super::{
-    BoxError, FORMAT, OPTIMIZER, PREFIX, Progress, TRAINER, optimizer_entry, own_entry,
-    trained_entry,
-};
 use tracing::warn;
-use train_step::Schedules;
 
-use crate::{Error, Result, Trainer};
+use super::Trainer;
+use super::progress::{FORMAT, Names, OLD_PREFIX, PREFIX, Progress};
+use crate::checkpoint::{Entry, Id, Reader, Stored};
+use crate::{BoxError, Error, Result, Schedules};
 
 /// A checked file, before it changes anything.
 struct Loaded<T> {
     file: Reader,
+    names: Names,
     progress: Progress,
     scaler: LossScaler,
     schedules: Option<Schedules>,
@@ -52,7 +48,11 @@ impl Trainer {
     /// if it contains data of [`save_with`](Self::save_with). Nothing is changed then on any rank.
     /// If the file cannot be read a second time, the error says so, and every later `step` and
     /// `save` fails until the trainer has resumed.
-    pub fn resume(&mut self, path: impl AsRef<Path>) -> Result<usize> {
+    pub fn resume<S: Stored + ?Sized>(
+        &mut self,
+        model: &mut S,
+        path: impl AsRef<Path>,
+    ) -> Result<usize> {
         let own = |own: Own<'_>| {
             // `None` and `()` are no loss.
             let is_empty = |rank| Ok::<_, BoxError>(own.of::<Option<IgnoredAny>>(rank)?.is_none());
@@ -65,8 +65,7 @@ impl Trainer {
             }
             Ok(())
         };
-        let resumed = self.resume_from(path.as_ref(), own);
-        resumed.map(|(epoch, _)| epoch).map_err(|error| self.failed("resume", error))
+        self.resume_from(model, path.as_ref(), own).map(|(epoch, _)| epoch)
     }
 
     /// Like [`resume`](Self::resume), from a file of [`save_with`](Self::save_with). Also returns
@@ -76,8 +75,9 @@ impl Trainer {
     ///
     /// The errors of [`resume`](Self::resume); also [`Error::Checkpoint`] if the file was saved by
     /// another number of ranks, or contains no data of this type.
-    pub fn resume_with<T: DeserializeOwned>(
+    pub fn resume_with<T: DeserializeOwned, S: Stored + ?Sized>(
         &mut self,
+        model: &mut S,
         path: impl AsRef<Path>,
     ) -> Result<(usize, Option<T>)> {
         let (rank, ranks) = (self.rank(), self.world_size());
@@ -92,7 +92,7 @@ impl Trainer {
             .into()),
         }
         };
-        self.resume_from(path.as_ref(), own).map_err(|error| self.failed("resume", error))
+        self.resume_from(model, path.as_ref(), own)
     }
 
     /// Like [`resume_with`](Self::resume_with), by any number of ranks: returns the data of all
@@ -103,22 +103,24 @@ impl Trainer {
     ///
     /// The errors of [`resume`](Self::resume); also [`Error::Checkpoint`] if the file contains no
     /// data of this type.
-    pub fn resume_with_all<T: DeserializeOwned>(
+    pub fn resume_with_all<T: DeserializeOwned, S: Stored + ?Sized>(
         &mut self,
+        model: &mut S,
         path: impl AsRef<Path>,
     ) -> Result<(usize, Option<Vec<T>>)> {
         let own = |own: Own<'_>| (0..own.ranks()).map(|rank| own.of(rank)).collect();
-        self.resume_from(path.as_ref(), own).map_err(|error| self.failed("resume", error))
+        self.resume_from(model, path.as_ref(), own)
     }
 
-    fn resume_from<T>(
+    fn resume_from<T, S: Stored + ?Sized>(
         &mut self,
+        model: &mut S,
         path: &Path,
         own: impl FnOnce(Own<'_>) -> Result<T, BoxError>,
     ) -> Result<(usize, Option<T>)> {
         self.announce("resume")?;
         let failed = |reason| Error::Checkpoint { path: path.to_owned(), reason };
-        let loaded = self.read(path, own).map_err(|error| error.to_string());
+        let loaded = self.read(&*model, path, own).map_err(|error| error.to_string());
         let id = loaded.as_ref().map(|loaded| loaded.as_ref().map(|loaded| loaded.file.id()));
         let ids = self.exchange(id.map_err(Clone::clone))?.map_err(failed)?;
         let of = |has: bool| {
@@ -146,7 +148,7 @@ impl Trainer {
         }
         let Some(loaded) = loaded.map_err(failed)? else { return Ok((0, None)) };
         let epoch = loaded.progress.epoch;
-        let (result, own) = match self.change(loaded) {
+        let (result, own) = match self.change(model, loaded) {
             Ok(own) => (Ok(()), Some(own)),
             Err(error) => (Err(error.to_string()), None),
         };
@@ -158,38 +160,44 @@ impl Trainer {
     }
 
     /// Verifies and checks a file, and changes nothing; `None` if there is no file.
-    fn read<T>(
+    fn read<T, S: Stored + ?Sized>(
         &mut self,
+        model: &S,
         path: &Path,
         own: impl FnOnce(Own<'_>) -> Result<T, BoxError>,
     ) -> Result<Option<Loaded<T>>, BoxError> {
-        self.check_map()?;
+        model.check_saved()?;
         let Some(file) = Reader::open(path)? else { return Ok(None) };
-        let progress = file.bytes(TRAINER)?.ok_or(NOT_OURS)?;
+        let is_old = file.info(&Names(PREFIX).trainer()).is_none();
+        let names = Names(if is_old { OLD_PREFIX } else { PREFIX });
+        let progress = file.bytes(&names.trainer())?.ok_or(NOT_OURS)?;
         let Format { format } = serde_json::from_slice(&progress)?;
         if !(1..=FORMAT).contains(&format) {
             return Err(format!("format {format}; this version reads 1 to {FORMAT}").into());
         }
         let mut progress: Progress = serde_json::from_slice(&progress)?;
-        let own = own(Own { file: &file, progress: &progress })?;
-        if let Some(saved) = progress.seed.filter(|saved| *saved != self.seed) {
+        let own = own(Own { file: &file, names, progress: &progress })?;
+        if let Some(saved) = progress.seed.filter(|saved| *saved != self.state.seed) {
             return Err(format!(
                 "it was saved with seed {saved}, and this trainer has seed {}: build it with `.seed({saved})`",
-                self.seed
+                self.state.seed
             )
             .into());
         }
         let optimizer = match progress.optimizer.take() {
             Some(layout) => Optimizer::Layout(layout),
             None => {
-                let bytes = file.bytes(OPTIMIZER)?.ok_or(NOT_OURS)?;
+                let bytes = file.bytes(&names.whole_optimizer())?.ok_or(NOT_OURS)?;
                 Optimizer::Dict(StateDict::from_safetensors(&bytes)?)
             }
         };
-        self.check_variables(&file)?;
-        self.check_entries(&file, &optimizer)?;
-        if progress.scaler.is_some() != self.scaler.is_enabled() {
-            let (saved, now) = match self.scaler.is_enabled() {
+        let tensors = model.entries();
+        tensors.iter().try_for_each(|tensor| check_entry(&file, &tensor.0, tensor))?;
+        model.check(&file)?;
+        check_entries(&file, names, &tensors, &optimizer)?;
+        let is_enabled = self.optim.scaler().is_enabled();
+        if progress.scaler.is_some() != is_enabled {
+            let (saved, now) = match is_enabled {
                 true => ("without", "has one"),
                 false => ("with", "has none"),
             };
@@ -198,24 +206,28 @@ impl Trainer {
             );
             return Err(text.into());
         }
-        let mut scaler = self.scaler.clone();
+        let mut scaler = self.optim.scaler().clone();
         scaler.load_state_dict(progress.scaler.as_ref())?;
-        let checked = match &optimizer {
-            Optimizer::Layout(layout) => self.optimizer.check_state(layout),
-            Optimizer::Dict(dict) => self.optimizer.check_state(&dict.layout()),
+        let layout = match &optimizer {
+            Optimizer::Layout(layout) => layout,
+            Optimizer::Dict(dict) => &dict.layout(),
         };
-        checked.map_err(|error| {
+        if layout.params.is_empty() && !tensors.is_empty() {
+            return Err("the optimizer's state has no names".into());
+        }
+        self.optimizer_mut().check_state(layout).map_err(|error| {
             format!(
                 "{error}: the optimizer, `TrainerBuilder::groups` and `frozen` have to be those of the saved run"
             )
         })?;
         if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {
-            let mut params = self.variables.params.iter();
-            params.try_for_each(|(name, var)| check_entry(&file, &trained_entry(name), var))?;
+            let mut trained = tensors[..model.trained()].iter();
+            trained.try_for_each(|of| check_entry(&file, &names.trained(&of.0), of))?;
         }
-        self.check_reserved(&file, &optimizer)?;
+        let trained = if self.saves_eval_weights() { model.trained() } else { 0 };
+        check_reserved(&file, names, &tensors[..trained], &optimizer)?;
         let schedules = self.resumed_schedules(&progress)?;
-        Ok(Some(Loaded { file, progress, scaler, schedules, optimizer, own }))
+        Ok(Some(Loaded { file, names, progress, scaler, schedules, optimizer, own }))
     }
 
     /// Returns the schedulers as they were saved.
@@ -239,121 +251,109 @@ impl Trainer {
         Ok(Some(schedules))
     }
 
-    /// Compares the variables with those of a file.
-    fn check_variables(&self, file: &Reader) -> Result<(), BoxError> {
-        // Names of one variable have the same values.
-        let mut first: HashMap<TensorId, &String> = HashMap::new();
-        for (name, var) in self.variables.all() {
-            check_entry(file, name, var)?;
-            let other = *first.entry(var.id()).or_insert(name);
-            if file.checksum(other) != file.checksum(name) {
-                return Err(format!(
-                    "`{other}` and `{name}` have different values, and are one variable of this model"
-                )
-                .into());
-            }
-        }
-        Ok(())
-    }
-
-    /// Checks the entries of the optimizer's state, and that no variables are left.
-    fn check_entries(&self, file: &Reader, optimizer: &Optimizer) -> Result<(), BoxError> {
-        if let Optimizer::Layout(layout) = optimizer {
-            for (index, state) in &layout.state {
-                for (name, len) in &state.tensors {
-                    let entry = optimizer_entry(*index, name);
-                    let info = file.info(&entry);
-                    if !info.is_some_and(|info| info.dtype == Dtype::F32 && info.shape == [*len]) {
-                        return Err(format!("no entry `{entry}` of {len} values of f32").into());
-                    }
-                }
-            }
-        }
-        let known: HashSet<&String> = self.variables.all().map(|(name, _)| name).collect();
-        let others = file.names().filter(|name| !known.contains(name));
-        match others.filter(|name| !name.starts_with(PREFIX)).min() {
-            Some(name) => Err(format!("the model has no variable `{name}`").into()),
-            None => Ok(()),
-        }
-    }
-
-    /// Returns an error for an entry that is no variable, and that this version does not read.
-    fn check_reserved(&self, file: &Reader, optimizer: &Optimizer) -> Result<(), BoxError> {
-        let mut known = HashSet::from([TRAINER.to_owned()]);
-        known.extend((0..).map(own_entry).take_while(|entry| file.info(entry).is_some()));
-        match optimizer {
-            Optimizer::Dict(_) => drop(known.insert(OPTIMIZER.to_owned())),
-            Optimizer::Layout(layout) => {
-                for (index, state) in &layout.state {
-                    known.extend(state.tensors.keys().map(|name| optimizer_entry(*index, name)));
-                }
-                if self.saves_eval_weights() {
-                    let params = self.variables.params.iter();
-                    known.extend(params.map(|(name, _)| trained_entry(name)));
-                }
-            }
-        }
-        let reserved = file.names().filter(|name| name.starts_with(PREFIX));
-        match reserved.filter(|name| !known.contains(*name)).min() {
-            Some(name) => Err(format!(
-                "it has an entry `{name}`, which this trainer does not read: resume with the version and the \
-                 optimizer that saved it"
-            )
-            .into()),
-            None => Ok(()),
-        }
-    }
-
     /// Changes the state to that of a checked file.
-    fn change<T>(&mut self, loaded: Loaded<T>) -> Result<T, BoxError> {
-        let Loaded { file, progress, scaler, schedules, optimizer, own } = loaded;
+    fn change<T, S: Stored + ?Sized>(
+        &mut self,
+        model: &mut S,
+        loaded: Loaded<T>,
+    ) -> Result<T, BoxError> {
+        let Loaded { file, names, progress, scaler, schedules, optimizer, own } = loaded;
         self.epoch = None;
         self.zero_grad();
-        for (name, var) in self.variables.all() {
-            let tensor = file.tensor(name, var.dtype(), var.dims())?;
-            var.set(&tensor.to_device(var.device())?)?;
-        }
+        let tensors = model.entries();
+        model.read(&file, &|index| Some(tensors[index].0.clone()))?;
         if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {
-            for (name, var) in &self.variables.params {
-                let tensor = file.tensor(&trained_entry(name), var.dtype(), var.dims())?;
-                var.set(&tensor.to_device(var.device())?)?;
-            }
+            let trained = &tensors[..model.trained()];
+            model.read(&file, &|index| trained.get(index).map(|of| names.trained(&of.0)))?;
         }
         match optimizer {
-            Optimizer::Dict(dict) => self.optimizer.load_state_dict(&dict)?,
+            Optimizer::Dict(dict) => self.optimizer_mut().load_state_dict(&dict)?,
             Optimizer::Layout(layout) => {
-                self.optimizer.load_state(&layout, &mut |index, name, values| {
-                    file.values(&optimizer_entry(index, name), values)
+                self.optimizer_mut().load_state(&layout, &mut |index, name, values| {
+                    file.values(&names.optimizer(index, name), values)
                 })?;
             }
         }
         let positions = &progress.random_positions;
         let position = positions.get(self.rank()).or_else(|| positions.iter().max());
-        self.context.set_random_position(position.copied().unwrap_or(0));
+        self.state.random_position = position.copied().unwrap_or(0);
         self.steps = progress.steps;
-        self.skips = progress.skips;
-        self.has_norm = false;
         self.base_lrs = progress.base_lrs;
         self.mean_count = progress.mean_count;
-        self.scaler = scaler;
+        self.optim.resume(scaler, progress.skips);
         self.schedules = schedules;
         if progress.has_schedule && self.schedule.is_none() {
             // The optimizer's are those of the last step, times a factor.
             for (group, lr) in self.base_lrs.iter().enumerate() {
-                self.optimizer.set_hyper_param(group, HyperParam::Lr, *lr)?;
+                self.optim.optimizer_mut().set_hyper_param(group, HyperParam::Lr, *lr)?;
             }
         }
         Ok(own)
     }
 }
 
-/// Compares a variable with an entry of a file.
-fn check_entry(file: &Reader, entry: &str, var: &Var) -> Result<(), BoxError> {
+/// Checks the entries of the optimizer's state, and that no tensors are left.
+fn check_entries(
+    file: &Reader,
+    names: Names,
+    tensors: &[Entry],
+    optimizer: &Optimizer,
+) -> Result<(), BoxError> {
+    if let Optimizer::Layout(layout) = optimizer {
+        for (index, state) in &layout.state {
+            for (name, len) in &state.tensors {
+                let entry = names.optimizer(*index, name);
+                let info = file.info(&entry);
+                if !info.is_some_and(|info| info.dtype == Dtype::F32 && info.shape == [*len]) {
+                    return Err(format!("no entry `{entry}` of {len} values of f32").into());
+                }
+            }
+        }
+    }
+    let known: HashSet<&String> = tensors.iter().map(|(name, ..)| name).collect();
+    let others = file.names().filter(|name| !known.contains(name));
+    match others.filter(|name| !name.starts_with(names.0)).min() {
+        Some(name) => Err(format!("the model has no variable `{name}`").into()),
+        None => Ok(()),
+    }
+}
+
+/// Returns an error for an entry that is no tensor, and that this version does not read.
+fn check_reserved(
+    file: &Reader,
+    names: Names,
+    trained: &[Entry],
+    optimizer: &Optimizer,
+) -> Result<(), BoxError> {
+    let mut known = HashSet::from([names.trainer()]);
+    let own = (0..).map(|rank| names.own(rank));
+    known.extend(own.take_while(|entry| file.info(entry).is_some()));
+    match optimizer {
+        Optimizer::Dict(_) => drop(known.insert(names.whole_optimizer())),
+        Optimizer::Layout(layout) => {
+            for (index, state) in &layout.state {
+                known.extend(state.tensors.keys().map(|name| names.optimizer(*index, name)));
+            }
+            known.extend(trained.iter().map(|(name, ..)| names.trained(name)));
+        }
+    }
+    let reserved = file.names().filter(|name| name.starts_with(names.0));
+    match reserved.filter(|name| !known.contains(*name)).min() {
+        Some(name) => Err(format!(
+            "it has an entry `{name}`, which this trainer does not read: resume with the version and the \
+             optimizer that saved it"
+        )
+        .into()),
+        None => Ok(()),
+    }
+}
+
+/// Compares a tensor with an entry of a file.
+fn check_entry(file: &Reader, entry: &str, (_, dtype, shape): &Entry) -> Result<(), BoxError> {
     let Some(info) = file.info(entry) else {
         return Err(format!("no variable `{entry}`").into());
     };
-    let (shape, dtype) = (var.dims(), var.dtype());
-    if info.shape != shape || info.dtype != dtype.into() {
+    if info.shape != *shape || info.dtype != *dtype {
         let (had, of) = (&info.shape, info.dtype);
         return Err(format!(
             "`{entry}` is {had:?} of {of:?}; the model's is {shape:?} of {dtype:?}"
@@ -373,18 +373,19 @@ enum Optimizer {
 /// The data of the ranks' own in a file.
 struct Own<'a> {
     file: &'a Reader,
+    names: Names,
     progress: &'a Progress,
 }
 
 impl Own<'_> {
     /// Number of ranks that saved data; 0 for a file of `save`.
     fn ranks(&self) -> usize {
-        let saved = (0..).take_while(|rank| self.file.info(&own_entry(*rank)).is_some());
+        let saved = (0..).take_while(|rank| self.file.info(&self.names.own(*rank)).is_some());
         self.progress.own.len().max(saved.count())
     }
 
     fn of<T: DeserializeOwned>(&self, rank: usize) -> Result<T, BoxError> {
-        let reason = match self.file.bytes(&own_entry(rank))? {
+        let reason = match self.file.bytes(&self.names.own(rank))? {
             Some(bytes) => match ciborium::from_reader(&bytes[..]) {
                 Ok(own) => return Ok(own),
                 Err(ciborium::de::Error::Semantic(_, reason)) => reason,

@@ -8,10 +8,10 @@
 //! none does, or the group is aborted.
 
 use collective::object::all_gather_object;
-use fused_optim::{HyperParam, Optimizer};
+use fused_optim::HyperParam;
 
-use crate::error::SAME_CALLS;
-use crate::{Error, Result, Trainer};
+use super::Trainer;
+use crate::{Error, Result};
 
 /// Methods that all ranks call together.
 const CALLS: [&str; 6] = ["step", STEP_WEIGHTED, "mean", "sum", "save", "resume"];
@@ -19,24 +19,24 @@ const STEP_WEIGHTED: &str = "step_weighted";
 
 /// A step of which batches have been trained.
 #[derive(Debug, Default)]
-pub(crate) struct OpenStep {
+pub(super) struct OpenStep {
     /// The method that trains its batches; `None` before the first one.
-    pub(crate) call: Option<&'static str>,
+    pub(super) call: Option<&'static str>,
     /// The count that gradients are relative to: the largest of the ranks' first batches, and if
     /// more batches follow, times the power of two that is closest to the last step's mean above
     /// it. So gradients stay in the range of `f16` if a batch is an unusual one; with equal counts
     /// no bit changes. 0 while no rank has counted anything.
-    pub(crate) unit: f64,
+    pub(super) unit: f64,
     /// The sum of this rank's counts.
-    pub(crate) count: f64,
+    pub(super) count: f64,
     /// The first error of a batch on this rank, to be told to the others.
-    pub(crate) failed: Option<String>,
+    pub(super) failed: Option<String>,
 }
 
 impl Trainer {
     /// Begins a batch of this count: before the first of a step ranks compare their calls and agree
     /// on the unit of counts.
-    pub(crate) fn begin_batch(&mut self, call: &'static str, count: f64) -> Result<()> {
+    pub(super) fn begin_batch(&mut self, call: &'static str, count: f64) -> Result<()> {
         if self.averages.is_unfinished() {
             // A batch has panicked.
             self.drop_gradients();
@@ -52,7 +52,7 @@ impl Trainer {
             } else {
                 count
             };
-            let more = call == STEP_WEIGHTED && self.accumulation.counts() > 1;
+            let more = call == STEP_WEIGHTED && self.optim.accumulation().counts() > 1;
             self.open.unit = match self.mean_count {
                 Some(mean) if more && first > 0.0 && mean > first => {
                     first * 2_f64.powi((mean / first).log2().round() as i32)
@@ -67,13 +67,17 @@ impl Trainer {
     }
 
     /// Whether hosts wait for each other in a step.
-    pub(crate) fn compares(&self, call: &str) -> bool {
-        self.device.is_cpu() || call == STEP_WEIGHTED
+    pub(super) fn compares(&self, call: &str) -> bool {
+        self.on_host || call == STEP_WEIGHTED
     }
 
     /// Returns `result`; an error that is this rank's alone aborts the group, because other ranks
     /// may have stepped, or wait for this one.
-    pub(crate) fn or_abort<T>(&self, result: Result<T>) -> Result<T> {
+    ///
+    /// # Errors
+    ///
+    /// That of `result`.
+    pub fn or_abort<T, E: std::fmt::Display>(&self, result: Result<T, E>) -> Result<T, E> {
         if let Err(error) = &result
             && self.world_size() > 1
         {
@@ -83,7 +87,7 @@ impl Trainer {
     }
 
     /// Compares the ranks' calls, and fails on all ranks if they differ.
-    pub(crate) fn announce(&self, call: &str) -> Result<()> {
+    pub(super) fn announce(&self, call: &str) -> Result<()> {
         match self.world_size() {
             1 => Ok(()),
             _ => self.compare_calls(call, 0).map(drop),
@@ -91,7 +95,11 @@ impl Trainer {
     }
 
     /// As [`announce`](Self::announce); fails on all ranks if the arguments of one are an error.
-    pub(crate) fn announce_result<T>(&self, call: &str, own: Result<T>) -> Result<T> {
+    pub(super) fn announce_result<T, E: From<Error>>(
+        &self,
+        call: &str,
+        own: Result<T, E>,
+    ) -> Result<T, E> {
         if self.world_size() == 1 {
             return own;
         }
@@ -99,7 +107,7 @@ impl Trainer {
         match (own, failed.iter().position(|failed| *failed != 0)) {
             (Ok(_), Some(rank)) => {
                 let text = format!("`Trainer::{call}` failed on rank {rank}, whose error says why");
-                Err(Error::InvalidArgument(text))
+                Err(Error::InvalidArgument(text).into())
             }
             (own, _) => own,
         }
@@ -125,7 +133,7 @@ impl Trainer {
     /// Ends the batches of a step: returns the sum of the counts over ranks and batches, or an
     /// error on all ranks if a batch failed on one of them, or if their hyper-parameters differ.
     /// `batches` is their number on each rank.
-    pub(crate) fn agree(&mut self, batches: f64) -> Result<f64> {
+    pub(super) fn agree(&mut self, batches: f64) -> Result<f64> {
         let call = self.open.call.unwrap_or("step");
         let ranks = self.world_size();
         let total = match (ranks, self.compares(call)) {
@@ -175,7 +183,7 @@ impl Trainer {
 
     /// The optimizer's hyper-parameters that can be set between steps, by group.
     fn hyper_params(&self) -> Result<Vec<(usize, HyperParam, f64)>> {
-        let optimizer = self.optimizer.optimizer();
+        let optimizer = self.optim.optimizer();
         let mut all = Vec::new();
         for group in 0..optimizer.group_count() {
             for param in [HyperParam::Lr, HyperParam::Momentum, HyperParam::WeightDecay] {
@@ -188,7 +196,7 @@ impl Trainer {
 }
 
 /// The error's text without its backtrace.
-pub(crate) fn first_line(text: &str) -> &str {
+pub(super) fn first_line(text: &str) -> &str {
     text.lines().next().unwrap_or_default()
 }
 
@@ -202,3 +210,5 @@ fn hash(params: &[(usize, HyperParam, f64)]) -> u64 {
 fn describe((group, param, value): &(usize, HyperParam, f64)) -> String {
     format!("{param} {value:?} of group {group}")
 }
+
+pub(super) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted`, `mean`, `sum`, `save_with`, `resume_with`, `resume_with_all`, `save` and `resume` equally often, in the same order";

@@ -20,12 +20,12 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tracing::warn;
 
-use super::BoxError;
 use super::file::Id;
+use crate::BoxError;
 
 /// The places that a trainer has resumed from or saved to.
-#[derive(Default)]
-pub(crate) struct Places {
+#[derive(Debug, Default)]
+pub struct Places {
     /// Content of the file that this trainer has read or written; `None` if there was no file.
     known: HashMap<PathBuf, Option<Id>>,
     /// The lock of the last place that was saved to.
@@ -34,7 +34,7 @@ pub(crate) struct Places {
 
 impl Places {
     /// Remembers the content of the file at `path`, and removes what killed saves have left.
-    pub(super) fn resumed(&mut self, path: &Path, id: Option<Id>) {
+    pub fn resumed(&mut self, path: &Path, id: Option<Id>) {
         let Ok(target) = Target::of(path) else { return };
         if !target.leftovers().is_empty()
             && let Ok(lock) = Lock::attempt(&target.lock_path())
@@ -53,7 +53,7 @@ impl Places {
     ///
     /// Another run that saves there, or has done so; errors of the file system. The last file is
     /// unchanged then, unless the error says otherwise.
-    pub(super) fn save(
+    pub fn save(
         &mut self,
         path: &Path,
         write: impl FnOnce(&File) -> Result<Id, BoxError>,
@@ -248,6 +248,7 @@ impl Drop for NewFile {
 }
 
 /// A lock of this process. Its file is removed when the last trainer drops it.
+#[derive(Debug)]
 struct Lock {
     path: PathBuf,
     /// `None` where locks are not supported.

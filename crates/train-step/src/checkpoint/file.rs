@@ -12,14 +12,13 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use crc32fast::Hasher;
 use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
-use super::BoxError;
+use crate::BoxError;
 
 /// Beginning of a header with the checksum, after the eight bytes of its length.
 const CHECKSUM_PREFIX: &[u8] = br#"{"__metadata__":{"crc32":""#;
@@ -32,7 +31,7 @@ const PIECE: usize = 1 << 20;
 
 /// Identifies the content of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Id {
+pub struct Id {
     len: u64,
     /// The checksum's digits.
     crc: [u8; 8],
@@ -41,7 +40,11 @@ pub(super) struct Id {
 impl Id {
     /// Reads the length and the checksum's digits of a file, which may be any file; `None` if there
     /// is none.
-    pub(super) fn of(path: &Path) -> io::Result<Option<Self>> {
+    ///
+    /// # Errors
+    ///
+    /// Those of the file.
+    pub fn of(path: &Path) -> io::Result<Option<Self>> {
         let Some(file) = open(path)? else { return Ok(None) };
         let (len, mut crc) = (file.metadata()?.len(), [0; 8]);
         if len >= DIGITS.end as u64 {
@@ -51,7 +54,7 @@ impl Id {
     }
 
     /// The checksum as text.
-    pub(super) fn checksum(&self) -> String {
+    pub fn checksum(&self) -> String {
         String::from_utf8_lossy(&self.crc).into_owned()
     }
 }
@@ -70,10 +73,11 @@ fn open(path: &Path) -> io::Result<Option<File>> {
 }
 
 /// Name, type and shape of an entry.
-pub(super) type Entry = (String, Dtype, Vec<usize>);
+pub type Entry = (String, Dtype, Vec<usize>);
 
 /// Writes a file's entries, in the order of its header.
-pub(super) struct Writer<'a> {
+#[expect(missing_debug_implementations, reason = "a hasher and buffers")]
+pub struct Writer<'a> {
     file: BufWriter<&'a File>,
     crc: Hasher,
     /// Number of bytes written.
@@ -83,7 +87,11 @@ pub(super) struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     /// Writes the header.
-    pub(super) fn new(file: &'a File, entries: Vec<Entry>) -> Result<Self, BoxError> {
+    ///
+    /// # Errors
+    ///
+    /// Those of the file; names that are too long for a header.
+    pub fn new(file: &'a File, entries: Vec<Entry>) -> Result<Self, BoxError> {
         let mut end = 0;
         let infos = entries.into_iter().map(|(name, dtype, shape)| {
             let start = end;
@@ -104,13 +112,23 @@ impl<'a> Writer<'a> {
         Ok(writer)
     }
 
-    pub(super) fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+    /// Writes bytes of an entry.
+    ///
+    /// # Errors
+    ///
+    /// Those of the file.
+    pub fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.crc.update(bytes);
         self.len += bytes.len() as u64;
         self.file.write_all(bytes)
     }
 
-    pub(super) fn values<T: Number>(&mut self, values: &[T]) -> io::Result<()> {
+    /// Writes values of an entry.
+    ///
+    /// # Errors
+    ///
+    /// Those of the file.
+    pub fn values<T: Number>(&mut self, values: &[T]) -> io::Result<()> {
         let mut piece = std::mem::take(&mut self.piece);
         for values in values.chunks(PIECE / size_of::<T>()) {
             piece.resize(size_of_val(values), 0);
@@ -121,32 +139,12 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Writes a tensor's values: on the CPU without a copy of them.
-    pub(super) fn tensor(&mut self, tensor: &Tensor) -> Result<(), BoxError> {
-        let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
-        let (storage, layout) = tensor.storage_and_layout();
-        let unsupported = || format!("a variable of {:?} cannot be saved", tensor.dtype());
-        let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
-        else {
-            return Err(unsupported().into());
-        };
-        match storage {
-            CpuStorage::F32(all) => self.values(&all[start..end]),
-            CpuStorage::F16(all) => self.values(&all[start..end]),
-            CpuStorage::BF16(all) => self.values(&all[start..end]),
-            CpuStorage::F64(all) => self.values(&all[start..end]),
-            CpuStorage::I64(all) => self.values(&all[start..end]),
-            CpuStorage::I32(all) => self.values(&all[start..end]),
-            CpuStorage::I16(all) => self.values(&all[start..end]),
-            CpuStorage::U32(all) => self.values(&all[start..end]),
-            CpuStorage::U8(all) => self.bytes(&all[start..end]),
-            _ => return Err(unsupported().into()),
-        }?;
-        Ok(())
-    }
-
     /// Writes the checksum, and syncs the file to disk.
-    pub(super) fn finish(self) -> io::Result<Id> {
+    ///
+    /// # Errors
+    ///
+    /// Those of the file.
+    pub fn finish(self) -> io::Result<Id> {
         let digits = format!("{:08x}", self.crc.finalize());
         let file = self.file.into_inner().map_err(IntoInnerError::into_error)?;
         file.write_all_at(digits.as_bytes(), DIGITS.start as u64)?;
@@ -157,7 +155,8 @@ impl<'a> Writer<'a> {
 }
 
 /// A verified file.
-pub(super) struct Reader {
+#[derive(Debug)]
+pub struct Reader {
     file: File,
     id: Id,
     /// Offset of the first entry's data.
@@ -171,7 +170,11 @@ pub(super) struct Reader {
 
 impl Reader {
     /// Opens a file and verifies its checksum; `None` if there is none. Reads it piece by piece.
-    pub(super) fn open(path: &Path) -> Result<Option<Self>, BoxError> {
+    ///
+    /// # Errors
+    ///
+    /// A file that is damaged, or no checkpoint.
+    pub fn open(path: &Path) -> Result<Option<Self>, BoxError> {
         let Some(file) = open(path)? else { return Ok(None) };
         let len = file.metadata()?.len();
         let (start, digits, mut all, header) = read_header(&file, len)?;
@@ -203,7 +206,7 @@ impl Reader {
     }
 
     /// Reads an entry of bytes of a file without verifying it; `None` if there is none.
-    pub(super) fn peek(path: &Path, name: &str) -> Option<Vec<u8>> {
+    pub fn peek(path: &Path, name: &str) -> Option<Vec<u8>> {
         let file = open(path).ok()??;
         let (start, _, _, header) = read_header(&file, file.metadata().ok()?.len()).ok()?;
         let (from, to) = header.info(name)?.data_offsets;
@@ -212,26 +215,33 @@ impl Reader {
         Some(bytes)
     }
 
-    pub(super) const fn id(&self) -> Id {
+    /// Identifies the content.
+    #[must_use]
+    pub const fn id(&self) -> Id {
         self.id
     }
 
-    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
+    /// Names of the entries.
+    pub fn names(&self) -> impl Iterator<Item = &String> {
         self.checksums.keys()
     }
 
     /// Type and shape of an entry.
-    pub(super) fn info(&self, name: &str) -> Option<&TensorInfo> {
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
         self.header.info(name)
     }
 
     /// Checksum of an entry.
-    pub(super) fn checksum(&self, name: &str) -> Option<u32> {
+    pub fn checksum(&self, name: &str) -> Option<u32> {
         self.checksums.get(name).copied()
     }
 
     /// The bytes of an entry; `None` if there is none of bytes.
-    pub(super) fn bytes(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
+    ///
+    /// # Errors
+    ///
+    /// As [`values`](Self::values).
+    pub fn bytes(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         let Some(info) = self.info(name).filter(|info| info.dtype == Dtype::U8) else {
             return Ok(None);
         };
@@ -245,7 +255,7 @@ impl Reader {
     /// # Errors
     ///
     /// Also if the file has changed since it was verified.
-    pub(super) fn values<T: Number>(&self, name: &str, values: &mut [T]) -> io::Result<()> {
+    pub fn values<T: Number>(&self, name: &str, values: &mut [T]) -> io::Result<()> {
         let (mut crc, mut rest) = (Hasher::new(), values);
         self.pieces(name, |piece| {
             crc.update(piece);
@@ -257,39 +267,6 @@ impl Reader {
             true => Ok(()),
             false => Err(io::Error::other(format!("`{name}` has changed since it was verified"))),
         }
-    }
-
-    /// Reads an entry as a tensor on the CPU.
-    pub(super) fn tensor(
-        &self,
-        name: &str,
-        dtype: DType,
-        shape: &[usize],
-    ) -> Result<Tensor, BoxError> {
-        let count = shape.iter().product();
-        match dtype {
-            DType::F32 => self.tensor_of::<f32>(name, count, shape),
-            DType::F16 => self.tensor_of::<f16>(name, count, shape),
-            DType::BF16 => self.tensor_of::<bf16>(name, count, shape),
-            DType::F64 => self.tensor_of::<f64>(name, count, shape),
-            DType::I64 => self.tensor_of::<i64>(name, count, shape),
-            DType::I32 => self.tensor_of::<i32>(name, count, shape),
-            DType::I16 => self.tensor_of::<i16>(name, count, shape),
-            DType::U32 => self.tensor_of::<u32>(name, count, shape),
-            DType::U8 => self.tensor_of::<u8>(name, count, shape),
-            other => Err(format!("a variable of {other:?} cannot be resumed").into()),
-        }
-    }
-
-    fn tensor_of<T: Number + candle_core::WithDType>(
-        &self,
-        name: &str,
-        count: usize,
-        shape: &[usize],
-    ) -> Result<Tensor, BoxError> {
-        let mut values = vec![T::default(); count];
-        self.values(name, &mut values)?;
-        Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
     }
 
     fn pieces(&self, name: &str, mut take: impl FnMut(&[u8])) -> io::Result<()> {
@@ -348,20 +325,24 @@ fn read_header(file: &File, len: u64) -> Result<(u64, [u8; 8], Hasher, Metadata)
 }
 
 /// Numbers that a file has in little-endian order.
-pub(super) trait Number: Copy + Default {
+pub trait Number: Copy + Default {
+    /// Writes values into bytes.
     fn to_bytes(values: &[Self], bytes: &mut [u8]);
+    /// Reads values from bytes.
     fn from_bytes(bytes: &[u8], values: &mut [Self]);
 }
 
 macro_rules! numbers {
     ($($number:ty)*) => { $(
         impl Number for $number {
-            fn to_bytes(values: &[Self], bytes: &mut [u8]) {
+            /// Writes values into bytes.
+    fn to_bytes(values: &[Self], bytes: &mut [u8]) {
                 let (all, _) = bytes.as_chunks_mut();
                 all.iter_mut().zip(values).for_each(|(bytes, value)| *bytes = value.to_le_bytes());
             }
 
-            fn from_bytes(bytes: &[u8], values: &mut [Self]) {
+            /// Reads values from bytes.
+    fn from_bytes(bytes: &[u8], values: &mut [Self]) {
                 let (all, _) = bytes.as_chunks();
                 values.iter_mut().zip(all).for_each(|(value, bytes)| *value = Self::from_le_bytes(*bytes));
             }

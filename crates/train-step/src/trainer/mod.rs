@@ -1,0 +1,534 @@
+//! `Trainer`: a data-parallel training loop's step, checkpoint and sums, for any tensor crate.
+
+mod builder;
+mod exchange;
+mod outcome;
+mod progress;
+mod resume;
+mod save;
+
+use std::cell::RefCell;
+use std::fmt::{self, Display};
+use std::sync::Arc;
+
+use collective::{ProcessGroup, ReduceOp};
+use fused_optim::{Applied, HyperParam, Optimizer, Slice};
+use parking_lot::Mutex;
+use tracing::debug_span;
+
+pub use self::builder::TrainerBuilder;
+use self::exchange::{OpenStep, first_line};
+pub use self::outcome::{Outcome, Step};
+pub use self::progress::is_reserved;
+use crate::checkpoint::Places;
+use crate::{
+    Averages, BatchRole, DeviceTensor, EngineState, Error, GradSink, Model, OptimWrapper, Result,
+    Schedules, StepContext, first_non_finite,
+};
+
+/// Factor of the learning rates as a function of the number of steps taken.
+pub type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
+
+/// Trains a model of any tensor crate, which lends its tensors ([`Model`]): averages gradients over
+/// ranks during backward, scales the loss, accumulates, clips, steps, saves and resumes. Built by
+/// [`Trainer::builder`].
+///
+/// ```
+/// use train_step::fused_optim::{DType, Slice, SliceMut};
+/// use train_step::fused_optim::{Sgd, SgdHyper};
+/// use train_step::{Model, Result, TensorSpec, Trainer, Visit};
+///
+/// /// Minimizes the square of one number.
+/// struct Square(Vec<TensorSpec>, [f32; 1]);
+///
+/// impl Model for Square {
+///     fn params(&self) -> &[TensorSpec] {
+///         &self.0
+///     }
+///
+///     fn with_params(&mut self, visit: &mut Visit<'_>) -> Result<()> {
+///         visit(&mut [SliceMut::F32(&mut self.1)])
+///     }
+/// }
+///
+/// let spec = TensorSpec { name: "x".into(), shape: vec![1], dtype: DType::F32 };
+/// let mut model = Square(vec![spec], [1.0]);
+/// let sgd = Sgd::with_one_group(SgdHyper { lr: 0.25, ..SgdHyper::default() }, 1)?;
+/// let mut train = Trainer::builder().build(&mut model, Box::new(sgd))?;
+/// for _ in 0..10 {
+///     // The gradient of the loss, multiplied by its scale.
+///     train.step(&mut model, |model, cx| {
+///         let gradient = [2.0 * model.1[0] * cx.loss_scale];
+///         cx.sink.lock().ready(0, Slice::F32(&gradient))
+///     })?;
+/// }
+/// assert_eq!((train.steps(), model.1[0]), (10, 0.5_f32.powi(10)));
+/// # Ok::<(), train_step::Error>(())
+/// ```
+///
+/// Every rank must call [`step`](Self::step) (or [`step_weighted`](Self::step_weighted)),
+/// [`sum`](Self::sum), [`save`](Self::save) and [`resume`](Self::resume), or their forms with data,
+/// in the same order. On the host ranks compare these calls, and an error names those that differ;
+/// on devices, where a step does not wait for the other ranks' hosts, the error comes with the
+/// group's timeout.
+pub struct Trainer {
+    averages: Averages,
+    optim: OptimWrapper,
+    /// Whether the model is on the host.
+    on_host: bool,
+    /// Batches since the last step whose gradients wait for it.
+    pending: usize,
+    /// The step of these batches.
+    open: OpenStep,
+    /// The mean count of a batch in the last step of [`step_weighted`](Self::step_weighted).
+    mean_count: Option<f64>,
+    /// The number of batches in the epoch and of those already trained, after a call of
+    /// [`begin_epoch`](Self::begin_epoch).
+    epoch: Option<(usize, usize)>,
+    schedule: Option<Schedule>,
+    schedules: Option<Schedules>,
+    /// The optimizer's learning rates, by parameter group, before the schedule.
+    base_lrs: Vec<f64>,
+    /// Number of applied steps.
+    steps: u64,
+    state: EngineState,
+    saves: RefCell<Places>,
+    /// Error of a `resume` that has failed after it had changed part of the state.
+    torn: Option<String>,
+}
+
+impl Trainer {
+    /// Trains on a batch: `run` runs forward and backward, and reports each gradient, multiplied by
+    /// [`loss_scale`](StepContext::loss_scale), to the [`sink`](StepContext::sink) of its context.
+    /// The optimizer steps if it is due. Returns the result of `run`, and whether the step was
+    /// taken.
+    ///
+    /// In mixed precision a step with gradients that are not finite is skipped, and the loss scale
+    /// is reduced; `run` has changed buffers then, which are the program's to restore.
+    ///
+    /// A step is the mean of the losses of its batches and ranks, whatever the number of samples or
+    /// tokens of each; if they differ, use [`step_weighted`](Self::step_weighted).
+    ///
+    /// # Errors
+    ///
+    /// Errors of `run`; a parameter without a gradient, by name; a learning rate that is refused;
+    /// [`Error::NonFinite`] if too many steps in a row were skipped, or the loss scale has fallen
+    /// to its minimum; on several ranks on the host [`Error::RankFailed`], another rank that calls
+    /// another method, and hyper-parameters that differ.
+    ///
+    /// After an error no parameter has changed. It counts as one of the epoch's batches, but the
+    /// gradients of its step so far are dropped. On one rank the batches after it make a step of
+    /// full strength. On several ranks all drop the whole step: its last batch is an error on all,
+    /// also on the rank that has failed in an earlier batch. After a failure of the process group,
+    /// an update that fails (other than by [`Error::NonFinite`]), and on several devices after any
+    /// error, all later calls fail, and other ranks may have taken the step.
+    pub fn step<M: Model + ?Sized, L, E: From<Error> + Display>(
+        &mut self,
+        model: &mut M,
+        run: impl FnOnce(&mut M, &mut StepContext<'_>) -> Result<L, E>,
+    ) -> Result<Step<L>, E> {
+        self.train(model, ("step", 1.0), run)
+    }
+
+    /// Like [`step`](Self::step), for a loss that is the mean of `count` tokens or samples: the
+    /// step is then the mean of all tokens of its batches and ranks.
+    ///
+    /// A batch of 0 tokens adds nothing, and its loss may be NaN: its rank takes part in the step
+    /// with the others. All batches of a step, on all ranks, must be trained by the same method. On
+    /// devices the ranks' hosts wait for each other in each step.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`step`](Self::step); counts that are all 0.
+    pub fn step_weighted<M: Model + ?Sized, L, E: From<Error> + Display>(
+        &mut self,
+        count: usize,
+        model: &mut M,
+        run: impl FnOnce(&mut M, &mut StepContext<'_>) -> Result<L, E>,
+    ) -> Result<Step<L>, E> {
+        self.train(model, ("step_weighted", count as f64), run)
+    }
+
+    fn train<M: Model + ?Sized, L, E: From<Error> + Display>(
+        &mut self,
+        mut model: &mut M,
+        (call, count): (&'static str, f64),
+        run: impl FnOnce(&mut M, &mut StepContext<'_>) -> Result<L, E>,
+    ) -> Result<Step<L>, E> {
+        let _span = debug_span!(target: "train_step", "step", rank = self.rank()).entered();
+        self.begin_batch(call, count)?;
+        let role = self.next_batch();
+        let own = self.pass(&mut *model, (call, count), role, run);
+        let (loss, applied) = self.end_batch(&mut model, count, role, own)?;
+        let outcome = match applied {
+            None => Outcome::Accumulated,
+            Some(Applied::SkippedNonFinite) => {
+                Outcome::Skipped { loss_scale: self.optim.loss_scale() }
+            }
+            Some(_) => Outcome::Updated,
+        };
+        Ok(Step { loss, outcome })
+    }
+
+    /// The role of the next batch, which counts as one of the epoch also if it fails. After an
+    /// epoch's last batch the same batches may be iterated again.
+    fn next_batch(&mut self) -> BatchRole {
+        let role = self.optim.accumulation().next_batch();
+        if let Some((len, seen)) = &mut self.epoch {
+            *seen += 1;
+            if seen == len {
+                *seen = 0;
+                self.optim.accumulation().initialize_count_status(0, *len);
+            }
+        }
+        role
+    }
+
+    /// Runs the forward and the backward pass of a batch, up to the end of the averaging.
+    fn pass<M: Model + ?Sized, L, E: From<Error>>(
+        &mut self,
+        mut model: &mut M,
+        (call, count): (&'static str, f64),
+        role: BatchRole,
+        run: impl FnOnce(&mut M, &mut StepContext<'_>) -> Result<L, E>,
+    ) -> Result<L, E> {
+        self.averages.prepare(&mut model, role.steps)?;
+        self.check_whole()?;
+        if self.open.call != Some(call) {
+            let text = "`step` and `step_weighted` were called for batches of one step";
+            return Err(Error::InvalidArgument(text.to_owned()).into());
+        }
+        let factor = f64::from(self.optim.loss_scale()) / role.divisor * (count / self.open.unit);
+        let counts = count > 0.0;
+        let sink = if counts { self.averages.sink() } else { Arc::new(Mutex::new(NoGradients)) };
+        let mut cx = StepContext {
+            loss_scale: if counts { factor as f32 } else { 1.0 },
+            autocast: self.optim.autocast(),
+            sync: role.steps,
+            ..StepContext::new(sink, &mut self.state)
+        };
+        let loss = run(model, &mut cx)?;
+        if counts {
+            self.averages.check()?;
+        }
+        Ok(loss)
+    }
+
+    /// Ends a batch, and runs the optimizer step if it is due. After an error the gradients of the
+    /// step so far are dropped; on one rank the batches after it make a step of full strength.
+    fn end_batch<L, E: From<Error> + Display>(
+        &mut self,
+        model: &mut dyn Model,
+        count: f64,
+        role: BatchRole,
+        own: Result<L, E>,
+    ) -> Result<(L, Option<Applied>), E> {
+        // A schedule may return a rate that is refused, on this rank alone.
+        let own = own.and_then(|loss| match role.steps {
+            true => self.schedule_rates().map(|()| loss).map_err(E::from),
+            false => Ok(loss),
+        });
+        match &own {
+            Ok(_) => {
+                self.pending += 1;
+                self.open.count += count;
+            }
+            Err(error) if self.world_size() > 1 => {
+                let text = error.to_string();
+                let reason = first_line(&text);
+                if !self.on_host {
+                    self.group().abort(reason);
+                }
+                self.open.failed.get_or_insert_with(|| reason.to_owned());
+            }
+            Err(_) => {}
+        }
+        let has_gradients = own.is_ok() && count > 0.0;
+        let ended = self.end_pass(model, role, own.is_ok(), has_gradients);
+        if role.steps {
+            self.drop_gradients();
+            self.open = OpenStep::default();
+        } else if own.is_err() || ended.is_err() {
+            self.drop_gradients();
+        }
+        own.and_then(|loss| Ok((loss, ended?)))
+    }
+
+    fn end_pass(
+        &mut self,
+        model: &mut dyn Model,
+        role: BatchRole,
+        is_ok: bool,
+        has_gradients: bool,
+    ) -> Result<Option<Applied>> {
+        if role.steps && !has_gradients {
+            // The other ranks wait for this one's gradients.
+            self.or_abort(self.averages.fill(model))?;
+        }
+        let finished = self.averages.finish(model);
+        self.or_abort(finished)?;
+        let tells = self.world_size() > 1 && self.compares(self.open.call.unwrap_or("step"));
+        if !role.steps || (!is_ok && !tells) {
+            return Ok(None);
+        }
+        let total = self.agree(role.divisor)?;
+        match self.update(model, role.divisor, total) {
+            // All ranks have it.
+            Err(error @ Error::NonFinite { .. }) => Err(error),
+            updated => self.or_abort(updated).map(Some),
+        }
+    }
+
+    /// Drops the gradients of the batches since the last step.
+    fn drop_gradients(&mut self) {
+        self.averages.zero_grad();
+        self.pending = 0;
+        self.open.count = 0.0;
+    }
+
+    /// Steps the schedulers for the steps taken since they were stepped last.
+    fn step_schedulers(&mut self) -> Result<()> {
+        let Some(schedules) = &mut self.schedules else { return Ok(()) };
+        let Some(iters) = schedules.iters() else { return Ok(()) };
+        let due = self.steps.saturating_sub(iters);
+        schedules.step_iters(due, self.optim.optimizer_mut())
+    }
+
+    /// Sets the learning rates of the next step by the schedule.
+    fn schedule_rates(&mut self) -> Result<()> {
+        self.step_schedulers()?;
+        let Some(schedule) = &self.schedule else { return Ok(()) };
+        let factor = schedule(self.steps);
+        for (group, base) in self.base_lrs.iter().enumerate() {
+            self.optim.optimizer_mut().set_hyper_param(group, HyperParam::Lr, base * factor)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the optimizer step on the averages of gradients that were divided by `divisor`, and of
+    /// counts with this sum over batches and ranks.
+    fn update(&mut self, model: &mut dyn Model, divisor: f64, total: f64) -> Result<Applied> {
+        // 1, if all batches have the same count.
+        let factor = divisor * self.world_size() as f64 * self.open.unit / total;
+        let scale = self.optim.loss_scale();
+        let grad_scale = (f64::from(self.optim.inv_scale()) * factor) as f32;
+        let gradients = self.averages.gradients_mut();
+        match self.optim.apply(factor, model, gradients) {
+            Ok(applied) => {
+                self.steps += u64::from(applied != Applied::SkippedNonFinite);
+                Ok(applied)
+            }
+            Err(Error::Skipped { steps, scale, parameter }) => {
+                let parameter = parameter.unwrap_or_else(|| "?".to_owned());
+                Err(Error::NonFinite { parameter, skips: steps, scale, floor: None })
+            }
+            Err(Error::LossScale(floor)) => {
+                let parameter = first_non_finite(grad_scale, model, self.averages.gradients())?;
+                let parameter = parameter.unwrap_or_else(|| "?".to_owned());
+                let skips = self.optim.skipped();
+                Err(Error::NonFinite { parameter, skips, scale, floor: Some(floor) })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Steps the [schedulers](TrainerBuilder::schedulers) that depend on a metric
+    /// ([`Plateau`](crate::Plateau)), with the metrics of a validation, which have to be the same
+    /// on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// A missing metric, with the known names; a learning rate that is refused.
+    pub fn step_metrics(&mut self, metrics: &[(String, f64)]) -> Result<()> {
+        self.step_schedulers()?;
+        match &mut self.schedules {
+            Some(schedules) => schedules.step_metrics(metrics, self.optim.optimizer_mut()),
+            None => Ok(()),
+        }
+    }
+
+    /// Begins an epoch of `len` batches at batch `first`: its last batch ends in a step.
+    ///
+    /// # Errors
+    ///
+    /// Batches since the last step, of an earlier epoch.
+    pub fn begin_epoch(&mut self, len: usize, first: usize) -> Result<()> {
+        self.check_pending()?;
+        self.open = OpenStep::default();
+        self.optim.accumulation().initialize_count_status(first, len);
+        self.epoch = Some((len, first));
+        Ok(())
+    }
+
+    /// Returns an error if batches wait for a step.
+    ///
+    /// # Errors
+    ///
+    /// Batches since the last step.
+    pub fn check_pending(&self) -> Result<()> {
+        let pending = self.pending;
+        if pending == 0 {
+            return Ok(());
+        }
+        Err(Error::InvalidArgument(format!(
+            "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`"
+        )))
+    }
+
+    /// Drops the gradients of the batches since the last step. Within an
+    /// [epoch](Self::begin_epoch) the step's later batches make one of full strength, so that the
+    /// epoch's last batch still ends in a step; otherwise the next batch is the first of a step.
+    /// Every rank must call it.
+    pub fn zero_grad(&mut self) {
+        self.drop_gradients();
+        self.open = OpenStep::default();
+        if self.epoch.is_none() {
+            let accumulation = self.optim.accumulation();
+            *accumulation = crate::Accumulation::new(accumulation.counts());
+        }
+    }
+
+    /// Returns the sums over the ranks of several numbers per rank, such as the numbers of correct
+    /// predictions and of samples. Every rank must call it, with the same number of values.
+    ///
+    /// # Errors
+    ///
+    /// A failure of another rank.
+    pub fn sum<V: AsMut<[f64]>>(&self, values: V) -> Result<V> {
+        self.total("sum", Ok(values))
+    }
+
+    /// As [`sum`](Self::sum), called by the method `call`; an error of one rank is one on all.
+    ///
+    /// # Errors
+    ///
+    /// The error of this or of another rank.
+    pub fn total<V: AsMut<[f64]>, E: From<Error>>(
+        &self,
+        call: &'static str,
+        own: Result<V, E>,
+    ) -> Result<V, E> {
+        let mut values = self.announce_result(call, own)?;
+        self.group().all_reduce(values.as_mut(), ReduceOp::Sum).map_err(Error::from)?;
+        Ok(values)
+    }
+
+    /// The process group of all ranks.
+    #[must_use]
+    pub const fn group(&self) -> &ProcessGroup {
+        self.averages.group()
+    }
+
+    /// This rank.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.group().rank()
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn world_size(&self) -> usize {
+        self.group().world_size()
+    }
+
+    /// Whether this is rank 0, the one that prints.
+    #[must_use]
+    pub fn is_main(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// Number of applied steps.
+    #[must_use]
+    pub const fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Number of batches since the last step whose gradients wait for it.
+    #[must_use]
+    pub const fn pending(&self) -> usize {
+        self.pending
+    }
+
+    /// The loss scale; 1 without one.
+    #[must_use]
+    pub fn loss_scale(&self) -> f32 {
+        self.optim.loss_scale()
+    }
+
+    /// Norm of the averaged gradients of the last step before clipping, if it clips by norm; `None`
+    /// if it was skipped, and before the first one of this process. On a device it waits for the
+    /// step.
+    #[must_use]
+    pub fn grad_norm(&self) -> Option<f64> {
+        self.optim.grad_norm()
+    }
+
+    /// The learning rate of the first parameter group in the last step.
+    #[must_use]
+    pub fn learning_rate(&self) -> f64 {
+        self.optim.optimizer().lr(0).unwrap_or(f64::NAN)
+    }
+
+    /// The optimizer.
+    #[must_use]
+    pub fn optimizer(&self) -> &dyn Optimizer {
+        self.optim.optimizer()
+    }
+
+    /// The optimizer, to set hyper-parameters. Schedules set learning rates again before each step.
+    pub fn optimizer_mut(&mut self) -> &mut dyn Optimizer {
+        self.optim.optimizer_mut()
+    }
+
+    /// The program's state that is saved in checkpoints: its seed, and this rank's position in the
+    /// random numbers.
+    pub const fn state_mut(&mut self) -> &mut EngineState {
+        &mut self.state
+    }
+
+    /// Returns an error after a `resume` that has changed part of the state.
+    ///
+    /// # Errors
+    ///
+    /// That of the resume.
+    pub fn check_whole(&self) -> Result<()> {
+        match &self.torn {
+            Some(reason) => Err(Error::InvalidArgument(format!(
+                "`resume` has failed when it had changed part of the state ({reason}): resume again, or build a new \
+                 trainer"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether [`check_whole`](Self::check_whole) is due: once a step, and after a failed resume.
+    #[must_use]
+    pub const fn is_first_batch(&self) -> bool {
+        self.pending == 0 || self.torn.is_some()
+    }
+}
+
+/// The receiver of the gradients of a batch that does not count.
+struct NoGradients;
+
+impl GradSink for NoGradients {
+    fn ready(&mut self, _: usize, _: Slice<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn ready_on_device(&mut self, _: usize, _: Box<dyn DeviceTensor>) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Trainer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trainer")
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .field("optimizer", self.optim.optimizer())
+            .field("loss_scale", &self.loss_scale())
+            .field("steps", &self.steps)
+            .finish_non_exhaustive()
+    }
+}

@@ -59,7 +59,11 @@ impl StateDict {
 impl StateLayout {
     /// A state dict of this layout. `read` writes the values of each vector, which are zeros
     /// before.
-    pub(crate) fn with_values(&self, read: &mut ReadState<'_>) -> Result<StateDict> {
+    ///
+    /// # Errors
+    ///
+    /// Errors of `read`.
+    pub fn with_values(&self, read: &mut ReadState<'_>) -> Result<StateDict> {
         let mut state = BTreeMap::new();
         for (&index, saved) in &self.state {
             let mut tensors = BTreeMap::new();

@@ -48,7 +48,7 @@ pub use schedule::{
     SchedulerConfig, Schedules, Shape, Threshold, differences, find_metric,
 };
 pub use spec::TensorSpec;
-pub use trainer::{Outcome, Schedule, Step, Trainer, TrainerBuilder, is_reserved};
+pub use trainer::{Outcome, Schedule, Step, Trainer, TrainerBuilder, is_reserved, optimizer_state};
 
 /// Tests the examples of the README.
 #[cfg(doctest)]

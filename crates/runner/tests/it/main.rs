@@ -32,6 +32,8 @@ mod mistakes;
 #[cfg(all(feature = "npu", feature = "candle"))]
 mod npu;
 mod optim_wrapper;
+#[cfg(feature = "candle")]
+mod own_loop;
 mod plot;
 #[cfg(feature = "candle")]
 mod published;

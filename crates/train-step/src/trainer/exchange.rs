@@ -76,7 +76,7 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// That of `result`.
+    /// The error of `result`.
     pub fn or_abort<T, E: std::fmt::Display>(&self, result: Result<T, E>) -> Result<T, E> {
         if let Err(error) = &result
             && self.world_size() > 1

@@ -20,6 +20,7 @@ pub use self::builder::TrainerBuilder;
 use self::exchange::{OpenStep, first_line};
 pub use self::outcome::{Outcome, Step};
 pub use self::progress::is_reserved;
+pub use self::resume::optimizer_state;
 use crate::checkpoint::Places;
 use crate::{
     Averages, BatchRole, DeviceTensor, EngineState, Error, GradSink, Model, OptimWrapper, Result,
@@ -490,7 +491,7 @@ impl Trainer {
     ///
     /// # Errors
     ///
-    /// That of the resume.
+    /// The error of that `resume`.
     pub fn check_whole(&self) -> Result<()> {
         match &self.torn {
             Some(reason) => Err(Error::InvalidArgument(format!(

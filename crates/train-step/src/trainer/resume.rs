@@ -168,8 +168,7 @@ impl Trainer {
     ) -> Result<Option<Loaded<T>>, BoxError> {
         model.check_saved()?;
         let Some(file) = Reader::open(path)? else { return Ok(None) };
-        let is_old = file.info(&Names(PREFIX).trainer()).is_none();
-        let names = Names(if is_old { OLD_PREFIX } else { PREFIX });
+        let names = names_of(&file);
         let progress = file.bytes(&names.trainer())?.ok_or(NOT_OURS)?;
         let Format { format } = serde_json::from_slice(&progress)?;
         if !(1..=FORMAT).contains(&format) {
@@ -290,6 +289,41 @@ impl Trainer {
         }
         Ok(own)
     }
+}
+
+/// Reads the optimizer's state of a checkpoint of [`Trainer`], or of a state dict in a file of its
+/// own, as `runner`'s checkpoints have it: to begin another run with it, by
+/// [`load_state_dict`](fused_optim::Optimizer::load_state_dict), which assigns state by the names
+/// of parameters.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`] for a file that is missing, damaged, or neither of both.
+pub fn optimizer_state(path: impl AsRef<Path>) -> Result<StateDict> {
+    let path = path.as_ref();
+    let read = || -> Result<StateDict, BoxError> {
+        let Ok(Some(file)) = Reader::open(path) else {
+            return Ok(StateDict::from_safetensors(&std::fs::read(path)?)?);
+        };
+        let names = names_of(&file);
+        let progress = file.bytes(&names.trainer())?.ok_or(NOT_OURS)?;
+        let progress: Progress = serde_json::from_slice(&progress)?;
+        let Some(layout) = progress.optimizer else {
+            let bytes = file.bytes(&names.whole_optimizer())?.ok_or(NOT_OURS)?;
+            return Ok(StateDict::from_safetensors(&bytes)?);
+        };
+        let mut values = |index, name: &str, values: &mut [f32]| {
+            file.values(&names.optimizer(index, name), values)
+        };
+        Ok(layout.with_values(&mut values)?)
+    };
+    read().map_err(|error| Error::Checkpoint { path: path.to_owned(), reason: error.to_string() })
+}
+
+/// Names of the entries of a file of this or of an earlier version.
+fn names_of(file: &Reader) -> Names {
+    let is_new = file.info(&Names(PREFIX).trainer()).is_some();
+    Names(if is_new { PREFIX } else { OLD_PREFIX })
 }
 
 /// Checks the entries of the optimizer's state, and that no tensors are left.

@@ -45,6 +45,16 @@ impl<'a> StepContext<'a> {
             warning: None,
         }
     }
+
+    /// Reports the complete gradient of parameter `index`, as [`GradSink::ready`] takes it: in the
+    /// parameter's type and shape, multiplied by [`loss_scale`](Self::loss_scale), once per pass.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`GradSink::ready`]: `run` has to return them unchanged.
+    pub fn report(&self, index: usize, grad: Slice<'_>) -> Result<()> {
+        self.sink.lock().ready(index, grad)
+    }
 }
 
 impl fmt::Debug for StepContext<'_> {

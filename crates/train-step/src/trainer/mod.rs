@@ -59,19 +59,19 @@ pub type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
 /// for _ in 0..10 {
 ///     // The gradient of the loss, multiplied by its scale.
 ///     train.step(&mut model, |model, cx| {
-///         let gradient = [2.0 * model.1[0] * cx.loss_scale];
-///         cx.sink.lock().ready(0, Slice::F32(&gradient))
+///         cx.report(0, Slice::F32(&[2.0 * model.1[0] * cx.loss_scale]))
 ///     })?;
 /// }
 /// assert_eq!((train.steps(), model.1[0]), (10, 0.5_f32.powi(10)));
+/// assert_eq!(train.mean([0.25])?, [0.25]); // over the ranks: here there is one
 /// # Ok::<(), train_step::Error>(())
 /// ```
 ///
 /// Every rank must call [`step`](Self::step) (or [`step_weighted`](Self::step_weighted)),
-/// [`sum`](Self::sum), [`save`](Self::save) and [`resume`](Self::resume), or their forms with data,
-/// in the same order. On the host ranks compare these calls, and an error names those that differ;
-/// on devices, where a step does not wait for the other ranks' hosts, the error comes with the
-/// group's timeout.
+/// [`mean`](Self::mean), [`sum`](Self::sum), [`save`](Self::save) and [`resume`](Self::resume), or
+/// their forms with data, in the same order. On the host ranks compare these calls, and an error
+/// names those that differ; on devices, where a step does not wait for the other ranks' hosts, the
+/// error comes with the group's timeout.
 pub struct Trainer {
     averages: Averages,
     optim: OptimWrapper,
@@ -100,9 +100,9 @@ pub struct Trainer {
 
 impl Trainer {
     /// Trains on a batch: `run` runs forward and backward, and reports each gradient, multiplied by
-    /// [`loss_scale`](StepContext::loss_scale), to the [`sink`](StepContext::sink) of its context.
-    /// The optimizer steps if it is due. Returns the result of `run`, and whether the step was
-    /// taken.
+    /// [`loss_scale`](StepContext::loss_scale), by [`report`](StepContext::report) of its context
+    /// (or to its [`sink`](StepContext::sink), which a backward pass may keep). The optimizer steps
+    /// if it is due. Returns the result of `run`, and whether the step was taken.
     ///
     /// In mixed precision a step with gradients that are not finite is skipped, and the loss scale
     /// is reduced; `run` has changed buffers then, which are the program's to restore.
@@ -397,6 +397,18 @@ impl Trainer {
     /// A failure of another rank.
     pub fn sum<V: AsMut<[f64]>>(&self, values: V) -> Result<V> {
         self.total("sum", Ok(values))
+    }
+
+    /// Returns the means over the ranks of several numbers per rank, such as `[loss]`. Every rank
+    /// must call it, with the same number of values.
+    ///
+    /// # Errors
+    ///
+    /// A failure of another rank.
+    pub fn mean<V: AsMut<[f64]>>(&self, values: V) -> Result<V> {
+        let mut values = self.total::<V, Error>("mean", Ok(values))?;
+        values.as_mut().iter_mut().for_each(|value| *value /= self.world_size() as f64);
+        Ok(values)
     }
 
     /// As [`sum`](Self::sum), called by the method `call`; an error of one rank is one on all.

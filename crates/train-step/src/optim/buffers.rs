@@ -14,7 +14,7 @@ use crate::{Averaged, DeviceAverages, HostTensor, Model, Result};
 
 /// A model's buffers before a batch.
 #[derive(Debug)]
-pub(super) enum BuffersBefore {
+pub(crate) enum BuffersBefore {
     /// Copies in the buffers' own types, allocated once.
     Host(Vec<HostTensor>),
     /// Copies on the device, and memory for copies of the current buffers.
@@ -23,12 +23,12 @@ pub(super) enum BuffersBefore {
 
 impl BuffersBefore {
     /// Creates an empty copy.
-    pub(super) const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self::Host(Vec::new())
     }
 
     /// Copies the buffers; if the optimizer steps on a device, there and in order of its stream.
-    pub(super) fn keep(&mut self, model: &mut dyn Model, steps_there: bool) -> Result<()> {
+    pub(crate) fn keep(&mut self, model: &mut dyn Model, steps_there: bool) -> Result<()> {
         if model.buffers().is_empty() {
             return Ok(());
         }
@@ -51,7 +51,7 @@ impl BuffersBefore {
     }
 
     /// Returns whether a buffer is not finite.
-    pub(super) fn has_non_finite(&mut self, model: &mut dyn Model) -> Result<bool> {
+    pub(crate) fn has_non_finite(&mut self, model: &mut dyn Model) -> Result<bool> {
         if let Self::Device([_, present]) = self {
             present.update(None)?;
             return Ok(present.to_host()?.iter().any(|copy| amp::has_non_finite(copy)));
@@ -65,7 +65,7 @@ impl BuffersBefore {
     }
 
     /// Restores the buffers.
-    pub(super) fn restore(&self, model: &mut dyn Model) -> Result<()> {
+    pub(crate) fn restore(&self, model: &mut dyn Model) -> Result<()> {
         if model.buffers().is_empty() {
             return Ok(());
         }

@@ -13,6 +13,7 @@ mod wrapper;
 use amp::ScalerState;
 use fused_optim::{Applied, StateDict};
 
+pub(crate) use buffers::BuffersBefore;
 pub use counts::PendingCounts;
 pub use dict::{Member, OptimizerDict, assign};
 pub use overflow::Overflows;

@@ -11,6 +11,7 @@ use collective::reducer::ReducerOptions;
 use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 use fused_optim::{Clip, DType, Optimizer, ParamSpec};
 
+use super::buffers::Buffers;
 use super::exchange::OpenStep;
 use super::{Schedule, Trainer};
 use crate::checkpoint::Places;
@@ -209,6 +210,7 @@ impl TrainerBuilder {
         Ok(Trainer {
             averages,
             optim,
+            buffers: Buffers::new(),
             on_host: model.on_device().is_none(),
             pending: 0,
             open: OpenStep::default(),

@@ -1,5 +1,6 @@
 //! `Trainer`: a data-parallel training loop's step, checkpoint and sums, for any tensor crate.
 
+mod buffers;
 mod builder;
 mod exchange;
 mod outcome;
@@ -16,6 +17,7 @@ use fused_optim::{Applied, HyperParam, Optimizer, Slice};
 use parking_lot::Mutex;
 use tracing::debug_span;
 
+use self::buffers::Buffers;
 pub use self::builder::TrainerBuilder;
 use self::exchange::{OpenStep, first_line};
 pub use self::outcome::{Outcome, Step};
@@ -75,6 +77,7 @@ pub type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
 pub struct Trainer {
     averages: Averages,
     optim: OptimWrapper,
+    buffers: Buffers,
     /// Whether the model is on the host.
     on_host: bool,
     /// Batches since the last step whose gradients wait for it.
@@ -105,7 +108,8 @@ impl Trainer {
     /// if it is due. Returns the result of `run`, and whether the step was taken.
     ///
     /// In mixed precision a step with gradients that are not finite is skipped, and the loss scale
-    /// is reduced; `run` has changed buffers then, which are the program's to restore.
+    /// is reduced; [buffers](Model::buffers) are as before the batch then. After each step all ranks
+    /// have those of rank 0.
     ///
     /// A step is the mean of the losses of its batches and ranks, whatever the number of samples or
     /// tokens of each; if they differ, use [`step_weighted`](Self::step_weighted).
@@ -117,7 +121,7 @@ impl Trainer {
     /// to its minimum; on several ranks on the host [`Error::RankFailed`], another rank that calls
     /// another method, and hyper-parameters that differ.
     ///
-    /// After an error no parameter has changed. It counts as one of the epoch's batches, but the
+    /// After an error no parameter has changed, and buffers are as before the batch. It counts as one of the epoch's batches, but the
     /// gradients of its step so far are dropped. On one rank the batches after it make a step of
     /// full strength. On several ranks all drop the whole step: its last batch is an error on all,
     /// also on the rank that has failed in an earlier batch. After a failure of the process group,
@@ -157,18 +161,27 @@ impl Trainer {
         run: impl FnOnce(&mut M, &mut StepContext<'_>) -> Result<L, E>,
     ) -> Result<Step<L>, E> {
         let _span = debug_span!(target: "train_step", "step", rank = self.rank()).entered();
+        self.buffers.begin();
         self.begin_batch(call, count)?;
         let role = self.next_batch();
         let own = self.pass(&mut *model, (call, count), role, run);
-        let (loss, applied) = self.end_batch(&mut model, count, role, own)?;
-        let outcome = match applied {
-            None => Outcome::Accumulated,
-            Some(Applied::SkippedNonFinite) => {
-                Outcome::Skipped { loss_scale: self.optim.loss_scale() }
-            }
-            Some(_) => Outcome::Updated,
-        };
-        Ok(Step { loss, outcome })
+        let ended = self.end_batch(&mut model, count, role, own).and_then(|(loss, applied)| {
+            let outcome = match applied {
+                None => Outcome::Accumulated,
+                Some(Applied::SkippedNonFinite) => {
+                    Outcome::Skipped { loss_scale: self.optim.loss_scale() }
+                }
+                Some(_) => Outcome::Updated,
+            };
+            let restored = self.end_buffers(&mut model, outcome);
+            self.or_abort(restored)?;
+            Ok(Step { loss, outcome })
+        });
+        if ended.is_err() {
+            // The batch's own error is returned.
+            let _ = self.buffers.restore(&mut model);
+        }
+        ended
     }
 
     /// The role of the next batch, which counts as one of the epoch also if it fails. After an
@@ -208,9 +221,12 @@ impl Trainer {
             sync: role.steps,
             ..StepContext::new(sink, &mut self.state)
         };
+        self.buffers.keep(&mut model)?;
         let loss = run(model, &mut cx)?;
-        if counts {
-            self.averages.check()?;
+        match counts {
+            true => self.averages.check()?,
+            // They may be NaN, as the loss may.
+            false => self.buffers.restore(&mut model)?,
         }
         Ok(loss)
     }

@@ -1,7 +1,7 @@
 //! The pages of the book, and the READMEs, beside the code: what they quote, list and configure is
 //! as the source has it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use runner::RunnerBuilder;
@@ -30,7 +30,7 @@ fn code(text: &str) -> impl Iterator<Item = &str> {
 /// order.
 #[test]
 fn quotes_are_from_the_examples() {
-    for (name, file) in [("burn", "examples/burn/src/main.rs"), ("tch", "tests/tch/src/lib.rs")] {
+    for (name, file) in [("burn", "examples/burn/src/full.rs"), ("tch", "tests/tch/src/lib.rs")] {
         let (page, source) = (page(name), read(file));
         assert!(page.contains(&format!("From `{file}`")), "{name}");
         let quotes = blocks(&page, "rust,ignore");
@@ -39,6 +39,30 @@ fn quotes_are_from_the_examples() {
         for line in quotes[0].lines().map(str::trim).filter(|line| !line.is_empty()) {
             assert!(rest.any(|known| known == line), "{file} does not have this line: {line}");
         }
+    }
+}
+
+/// Numbers of lines with code, of the files in the table of a folder's README, which has them.
+fn code_lines(folder: &str) -> BTreeMap<String, usize> {
+    let text = read(format!("{folder}/README.md"));
+    let rows = text.lines().filter(|line| line.starts_with("| [`"));
+    let counted = rows.map(|row| {
+        let file = code(row).next().unwrap();
+        let source = read(format!("{folder}/{file}"));
+        let lines = source.lines().map(str::trim);
+        let count = lines.filter(|line| !line.is_empty() && !line.starts_with("//")).count();
+        assert!(row.contains(&format!("| {count} |")), "{folder}: {count} lines: {row}");
+        (file.to_owned(), count)
+    });
+    counted.collect()
+}
+
+/// A loop with all of `train-step` is at most 15 lines longer than one without.
+#[test]
+fn everything_takes_at_most_15_lines() {
+    for (folder, plain, full) in [("examples/burn", "src/plain.rs", "src/full.rs")] {
+        let lines = code_lines(folder);
+        assert!(lines[full] <= lines[plain] + 15, "{folder}: {lines:?}");
     }
 }
 

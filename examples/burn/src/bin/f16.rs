@@ -4,7 +4,7 @@
 //! cargo run --manifest-path examples/burn/Cargo.toml --bin f16
 //! ```
 //!
-//! Weights and burn's AdamW are in f32; each product is computed in f16, by burn's differentiable
+//! Weights and burn's AdamW are in f32; each product is computed in f16, with weights that [`cast`]
 //! casts. The loss is weighted so that its gradients are below 6e-8, the smallest f16, as happens
 //! in large models. The program trains in f32, in f16 with [`LossScaler`], and in f16 without, and
 //! fails if the second is not as good as the first, or the third learns anything.
@@ -15,20 +15,19 @@
 //!
 //! Cost on a device: the check for infinities and the unscaling run there, as [one pass](Unscale)
 //! over the gradients. Each step reads one boolean back, so the host waits for backward before it
-//! enqueues the optimizer's step. Gradients and weights stay on the device; the other example in
-//! this folder copies both to the host and back.
+//! enqueues the optimizer's step. Gradients and weights stay on the device; `full.rs`, which
+//! averages gradients over ranks and resumes, copies both to the host and back.
 
 use amp::{LossScaler, LossScalerOptions};
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, Tensor};
+use burn_two_processes::lend::cast;
+use burn_two_processes::mlp::{BATCH, LR, Mlp, samples};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 const STEPS: usize = 100;
-const BATCH: usize = 64;
-const FEATURES: usize = 8;
 /// Makes the gradients too small for f16.
 const LOSS_WEIGHT: f32 = 1e-8;
 
@@ -53,12 +52,11 @@ fn main() -> Result<()> {
 /// The first and the last loss.
 fn train(dtype: DType, mut scaler: LossScaler) -> Result<(f32, f32)> {
     let device = Device::flex().autodiff();
-    device.seed(0);
-    let (mut model, (inputs, targets)) = (Mlp::new(&device), batch(&device));
+    let (mut model, batch) = (Mlp::new(&device), samples(0, 0..BATCH, &device));
     let mut adamw = AdamWConfig::new().with_epsilon(1e-20).with_weight_decay(0.0).init();
     let mut losses = Vec::new();
     for _ in 0..STEPS {
-        let loss = model.loss(&inputs, &targets, dtype);
+        let loss = cast(&model, dtype).loss(&batch);
         losses.push(loss.clone().into_scalar::<f32>());
         let scaled = loss.mul_scalar(LOSS_WEIGHT).mul_scalar(scaler.scale());
         let grads = GradientsParams::from_grads(scaled.backward(), &model);
@@ -68,7 +66,7 @@ fn train(dtype: DType, mut scaler: LossScaler) -> Result<(f32, f32)> {
         // The only wait for the device.
         let found_inf = !all_finite.ok_or("no gradients")?.into_scalar::<bool>();
         if !found_inf {
-            model = adamw.step(1e-2, model, grads);
+            model = adamw.step(LR, model, grads);
         }
         scaler.update(found_inf)?;
     }
@@ -92,40 +90,4 @@ impl ModuleVisitor for Unscale {
         });
         self.grads.register(param.id, grad.mul_scalar(self.inv_scale));
     }
-}
-
-#[derive(Module, Debug)]
-struct Mlp {
-    hidden: Linear,
-    output: Linear,
-}
-
-impl Mlp {
-    fn new(device: &Device) -> Self {
-        Self {
-            hidden: LinearConfig::new(FEATURES, 32).init(device),
-            output: LinearConfig::new(32, 1).init(device),
-        }
-    }
-
-    /// The mean squared error in f32, of products in `dtype`.
-    fn loss(&self, inputs: &Tensor<2>, targets: &Tensor<2>, dtype: DType) -> Tensor<1> {
-        let linear = |layer: &Linear, x: Tensor<2>| {
-            let bias = layer.bias.as_ref().expect("burn's layers have one").val();
-            x.matmul(layer.weight.val().cast(dtype)) + bias.cast(dtype).unsqueeze()
-        };
-        let hidden = linear(&self.hidden, inputs.clone().cast(dtype)).tanh();
-        (linear(&self.output, hidden).cast(DType::F32) - targets.clone()).square().mean()
-    }
-}
-
-/// Some samples, and what is to be learned of them.
-fn batch(device: &Device) -> (Tensor<2>, Tensor<2>) {
-    let inputs: Vec<f32> = (0..BATCH * FEATURES).map(|i| (i as f32 * 0.7).sin()).collect();
-    let targets: Vec<f32> = inputs.chunks(FEATURES).map(|x| x[0] * x[1] + x[2].max(x[3])).collect();
-    let tensor = |values: Vec<f32>| {
-        let shape = [BATCH, values.len() / BATCH];
-        Tensor::from_data(TensorData::new(values, shape), device)
-    };
-    (tensor(inputs), tensor(targets))
 }

@@ -1,0 +1,4 @@
+//! The parts that the programs in `main.rs` and `bin` share.
+
+pub mod lend;
+pub mod mlp;

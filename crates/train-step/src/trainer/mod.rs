@@ -108,8 +108,8 @@ impl Trainer {
     /// if it is due. Returns the result of `run`, and whether the step was taken.
     ///
     /// In mixed precision a step with gradients that are not finite is skipped, and the loss scale
-    /// is reduced; [buffers](Model::buffers) are as before the batch then. After each step all ranks
-    /// have those of rank 0.
+    /// is reduced; [buffers](Model::buffers) are as before the batch then. After each step all
+    /// ranks have those of rank 0.
     ///
     /// A step is the mean of the losses of its batches and ranks, whatever the number of samples or
     /// tokens of each; if they differ, use [`step_weighted`](Self::step_weighted).
@@ -121,12 +121,13 @@ impl Trainer {
     /// to its minimum; on several ranks on the host [`Error::RankFailed`], another rank that calls
     /// another method, and hyper-parameters that differ.
     ///
-    /// After an error no parameter has changed, and buffers are as before the batch. It counts as one of the epoch's batches, but the
-    /// gradients of its step so far are dropped. On one rank the batches after it make a step of
-    /// full strength. On several ranks all drop the whole step: its last batch is an error on all,
-    /// also on the rank that has failed in an earlier batch. After a failure of the process group,
-    /// an update that fails (other than by [`Error::NonFinite`]), and on several devices after any
-    /// error, all later calls fail, and other ranks may have taken the step.
+    /// After an error no parameter has changed, and buffers are as before the batch, which counts
+    /// as one of the epoch's, but the gradients of its step so far are dropped. On one rank
+    /// the batches after it make a step of full strength. On several ranks all drop the whole step:
+    /// its last batch is an error on all, also on the rank that has failed in an earlier batch.
+    /// After a failure of the process group, an update that fails (other than by
+    /// [`Error::NonFinite`]), and on several devices after any error, all later calls fail, and
+    /// other ranks may have taken the step.
     pub fn step<M: Model + ?Sized, L, E: From<Error> + Display>(
         &mut self,
         model: &mut M,

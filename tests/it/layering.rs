@@ -230,6 +230,8 @@ const TRAIN_FOLDERS: &[&str] = &[
     "data",
     "tensors",
     "gpu",
+    "inputs",
+    "compile",
     "eval",
     "backward",
     "variables",
@@ -245,6 +247,7 @@ const TRAIN_FOLDERS: &[&str] = &[
 const STEP_FOLDERS: &[&str] = &[
     "error",
     "spec",
+    "compile",
     "accumulation",
     "groups",
     "schedule",

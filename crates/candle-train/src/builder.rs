@@ -14,9 +14,12 @@ use collective::reducer::ReducerOptions;
 use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 use fused_optim::candle::FromVars;
 use fused_optim::{Clip, CpuOptimizer, HyperParam, Optimizer, ParamGroup};
-use train_step::{Multipliers, Paramwise, RunLength, SchedulerConfig, TensorSpec};
+#[cfg(doc)]
+use train_step::CompileMode;
+use train_step::{CompileOptions, Multipliers, Paramwise, RunLength, SchedulerConfig, TensorSpec};
 
 use crate::backward::ParamIndex;
+use crate::compile::Compiled;
 use crate::tensors::ModelTensors;
 use crate::trainer::Trainer;
 use crate::variables::{Statistics, Variables};
@@ -31,6 +34,7 @@ pub struct TrainerBuilder {
     /// The lower precision of autocast.
     half: Option<DType>,
     has_scaler: bool,
+    compile: Option<CompileOptions>,
     groups: Paramwise,
     frozen: Vec<String>,
     seed: u64,
@@ -46,6 +50,7 @@ impl Trainer {
             group: None,
             half: None,
             has_scaler: false,
+            compile: None,
             groups: Paramwise::default(),
             frozen: Vec::new(),
             seed: 0,
@@ -142,6 +147,19 @@ impl TrainerBuilder {
         schedulers: impl IntoIterator<Item = SchedulerConfig>,
     ) -> Self {
         self.core = self.core.schedulers(length, schedulers);
+        self
+    }
+
+    /// Optimizes steps, as `torch.compile` and `runner`'s `compile` do: on the CPU convolutions are
+    /// timed at the first use of each shape, and the fastest way is kept; on a GPU, whose kernels
+    /// are fused in any case, [`MaxAutotuneNoCudagraphs`](CompileMode::MaxAutotuneNoCudagraphs)
+    /// times cuDNN's convolutions and the optimizer's launches. Results may differ in their last
+    /// bits; a resumed run keeps its choices. [`Trainer::compile_report`] lists what was done.
+    ///
+    /// Steps are not captured as CUDA graphs, which `runner` does: a graph would keep the addresses
+    /// of the tensors that the closure of a step refers to.
+    pub fn compile(mut self, options: CompileOptions) -> Self {
+        self.compile = Some(options);
         self
     }
 
@@ -258,14 +276,21 @@ impl TrainerBuilder {
             Err(error) => return Err(core.refuse(error)),
         };
         let device = tensors.params.tensors[0].device().clone();
-        let core = core.described(variables.described()).build(&mut tensors, optimizer)?;
+        let mut core = core.described(variables.described()).build(&mut tensors, optimizer)?;
         variables.broadcast(core.group())?;
         let seed = self.seed.wrapping_add(core.rank() as u64);
+        let mut context = context(&device, seed, self.half)?;
+        let parts = (&mut context, &mut core);
+        let compiled = self.compile.map(|options| Compiled::new(options, parts, &tensors));
+        let compiled = compiled.transpose()?;
         Ok(Trainer {
+            compiled,
+            #[cfg(feature = "cuda")]
+            inputs: tensors.gpu.clone().map(crate::Inputs::new),
             index: ParamIndex::new(variables.params.iter().map(|(_, var)| var.id())),
             tensors,
             core,
-            context: context(&device, seed, self.half)?,
+            context,
             is_mixed: self.half.is_some() || self.has_scaler,
             has_lowered: self.half.is_none(),
             map: self.vars,

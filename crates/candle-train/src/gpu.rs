@@ -18,12 +18,13 @@ use collective::ProcessGroup;
 use collective::device::{DeviceBuf, DeviceStream};
 use collective::reducer::{BucketKernels, BucketPlan, DeviceReducer, ParamInfo, ReducerOptions};
 use fused_optim::candle::{lend_on_gpu, tensor};
+use fused_optim::cuda::LaunchShape;
 use fused_optim::cuda::{self, DeviceSlice, Gpu};
-use fused_optim::{Applied, DType, DeviceParams, GradStats, Slice};
+use fused_optim::{Applied, DType, DeviceParam, DeviceParams, GradStats, Optimizer, Slice, Tuned};
 use half::{bf16, f16};
 use train_step::{
     Averaged, DeviceAverages, DeviceBuckets, DeviceModel, DeviceTensor, Error, Gradient,
-    HostTensor, OptimizerStep, Result, on_device,
+    HostTensor, OptimizerStep, Result, TensorSpec, on_device,
 };
 
 use crate::tensors::{FOREIGN, ModelTensors, OnDevice, Tensors, failed, own};
@@ -420,4 +421,35 @@ fn kernel(during: &str, error: &dyn std::error::Error) -> collective::Error {
         code: -1,
         text: error.to_string(),
     }
+}
+
+/// Autotunes `optimizer` on parameters of these shapes; returns a description.
+///
+/// # Errors
+///
+/// The reason why it did not.
+pub fn tune_optimizer(
+    params: &[TensorSpec],
+    optimizer: &mut dyn Optimizer,
+) -> std::result::Result<String, String> {
+    let like = |spec: &TensorSpec| {
+        let weight = DeviceSlice { ptr: 0, len: spec.count(), dtype: spec.dtype.into() };
+        DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, None) }
+    };
+    let params: Vec<_> = params.iter().map(like).collect();
+    let device = optimizer.as_device().ok_or("the optimizer is on the host")?;
+    let tuned = device.tune(&params).map_err(|e| e.to_string())?;
+    let each = tuned.iter().map(|Tuned { types: (weight, _), shape, searched }| {
+        let how = match searched.len() {
+            0 => "from the cache".to_owned(),
+            tried => format!("the fastest of {tried}"),
+        };
+        let LaunchShape { blocks, sweep, pack } = shape;
+        format!(
+            "{weight} weights by up to {blocks} blocks a multiprocessor, {sweep} elements a warp \
+             and {pack} a thread at a time ({how})"
+        )
+    });
+    let each = each.collect::<Vec<_>>().join(", ");
+    Ok(format!("autotuning of the optimizer: {each}"))
 }

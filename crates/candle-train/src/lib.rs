@@ -57,11 +57,14 @@ mod averages;
 mod backward;
 mod batches;
 mod builder;
+mod compile;
 mod data;
 mod error;
 mod eval;
 #[cfg(feature = "cuda")]
 mod gpu;
+#[cfg(feature = "cuda")]
+mod inputs;
 pub mod process;
 mod stored;
 mod sums;
@@ -82,9 +85,13 @@ pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
     ScheduleFreeAdamWHyper, SgdHyper,
 };
+#[cfg(feature = "cuda")]
+pub use gpu::tune_optimizer;
+#[cfg(feature = "cuda")]
+pub use inputs::{Inputs, bytes_of};
 pub use tensors::{ModelTensors, OnDevice, Tensors, report, set};
 pub use train_data::{self, DefaultSampler};
-pub use train_step::{self, Accumulation, Outcome};
+pub use train_step::{self, Accumulation, CompileMode, CompileOptions, CompileReport, Outcome};
 pub use trainer::{Step, Trainer};
 pub use variables::is_buffer;
 

@@ -9,8 +9,9 @@ use fused_optim::Optimizer;
 use half::{bf16, f16};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use train_step::BoxError;
+use tracing::warn;
 use train_step::checkpoint::{Entry, Number, Reader, Stored, Writer};
+use train_step::{BoxError, EngineState};
 
 use crate::eval::eval_tensor;
 use crate::tensors::Tensors;
@@ -24,6 +25,7 @@ struct StoredVariables<'a> {
     params: &'a Tensors,
     /// This rank's position in random numbers.
     random_position: u64,
+    autotune_cache: String,
 }
 
 impl StoredVariables<'_> {
@@ -79,6 +81,10 @@ impl Stored for StoredVariables<'_> {
 
     fn random_position(&self) -> Option<u64> {
         Some(self.random_position)
+    }
+
+    fn autotune_cache(&self) -> Option<String> {
+        Some(self.autotune_cache.clone())
     }
 
     fn check_saved(&self) -> Result<(), BoxError> {
@@ -291,8 +297,10 @@ impl Trainer {
 
     fn stored(&self) -> StoredVariables<'_> {
         let Self { map, variables, tensors, context, .. } = self;
-        let random_position = context.random_position();
-        StoredVariables { map, variables, params: &tensors.params, random_position }
+        let (random_position, autotune_cache) =
+            (context.random_position(), context.autotune_cache());
+        let params = &tensors.params;
+        StoredVariables { map, variables, params, random_position, autotune_cache }
     }
 
     /// Resumes, and takes this rank's position in random numbers.
@@ -304,13 +312,24 @@ impl Trainer {
         ) -> train_step::Result<(usize, R)>,
     ) -> Result<(usize, R)> {
         let Self { map, variables, tensors, core, context, .. } = self;
-        let random_position = context.random_position();
-        core.state_mut().random_position = random_position;
+        let (random_position, autotune_cache) =
+            (context.random_position(), context.autotune_cache());
+        *core.state_mut() = EngineState {
+            random_position,
+            autotune_cache: autotune_cache.clone(),
+            ..core.state_mut().clone()
+        };
         let params = &tensors.params;
-        let resumed =
-            resume(core, &mut StoredVariables { map, variables, params, random_position });
+        let mut stored =
+            StoredVariables { map, variables, params, random_position, autotune_cache };
+        let resumed = resume(core, &mut stored);
         let resumed = resumed.map_err(|error| self.failed("resume", error.into()))?;
-        self.context.set_random_position(self.core.state_mut().random_position);
+        let state = self.core.state_mut();
+        self.context.set_random_position(state.random_position);
+        // Of another version's cache nothing is taken: shapes are timed again.
+        if let Err(error) = self.context.load_autotune_cache(&state.autotune_cache) {
+            warn!("the saved autotune cache is not used: {error}");
+        }
         Ok(resumed)
     }
 }

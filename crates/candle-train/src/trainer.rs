@@ -8,10 +8,12 @@ use candle_ops::Context;
 use collective::ProcessGroup;
 use fused_optim::Optimizer;
 use tracing::debug_span;
-use train_step::{Outcome, StepContext};
+use train_data::Array;
+use train_step::{CompileReport, Outcome, StepContext};
 
 use crate::age::check_age;
 use crate::backward::ParamIndex;
+use crate::compile::Compiled;
 use crate::eval::with_eval_weights;
 use crate::tensors::ModelTensors;
 use crate::variables::{Statistics, Variables, is_finite};
@@ -41,6 +43,10 @@ pub struct Trainer {
     /// Whether an operator has run in half precision, or none has to.
     pub(crate) has_lowered: bool,
     pub(crate) statistics: Statistics,
+    pub(crate) compiled: Option<Compiled>,
+    /// Copies to the variables' GPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) inputs: Option<crate::Inputs>,
     pub(crate) seed: u64,
 }
 
@@ -267,6 +273,27 @@ impl Trainer {
         return self.context.kernels().map(|kernels| kernels.cudnn());
         #[cfg(not(feature = "cuda"))]
         None
+    }
+
+    /// Converts an array of a dataset to a tensor on the variables' device, as
+    /// [`tensor`](crate::tensor()) does; to a GPU through pinned memory, so that the host does not
+    /// wait for the GPU, and a large one in a stream of its own, while the last step runs.
+    ///
+    /// # Errors
+    ///
+    /// An error of the device; a type that candle does not have.
+    pub fn tensor(&self, array: &Array) -> candle_core::Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if let (Some(inputs), Device::Cuda(device)) = (&self.inputs, &self.device) {
+            return inputs.tensor(array, device);
+        }
+        crate::tensor(array, &self.device)
+    }
+
+    /// What [`compile`](crate::TrainerBuilder::compile) has done so far; `None` without it.
+    #[must_use]
+    pub fn compile_report(&self) -> Option<CompileReport> {
+        self.compiled.as_ref().map(|compiled| compiled.report(&self.context, &self.device))
     }
 
     /// Norm of the averaged gradients of the last step before clipping, if it

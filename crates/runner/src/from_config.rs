@@ -10,7 +10,7 @@ use collective::{Transport, init::Launcher};
 
 use crate::config::{Config, Mistakes, Section};
 use crate::data::{COLLATE_FUNCTIONS, Workers};
-use crate::engine::{CompileOptions, MatmulPrecision, WrongGradient};
+use crate::engine::{MatmulPrecision, WrongGradient, read_compile};
 use crate::evaluate::{Evaluator, read_evaluator};
 use crate::hooks::{self, DEFAULTS, Hook, NOOP, Priority};
 use crate::model::{DistributedDataParallel, LoraOptions, MODEL_WRAPPERS, MODELS};
@@ -137,7 +137,7 @@ impl RunnerBuilder {
         self.frozen = root.one_or_more("frozen")?;
         self.lora = root.attempt_whole(read_lora)?.flatten();
         root.attempt(|root| read_log_config(root, self))?;
-        self.compile = root.attempt(CompileOptions::read)?.flatten();
+        self.compile = root.attempt(read_compile)?.flatten();
         root.finish()
     }
 }

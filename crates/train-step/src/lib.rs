@@ -17,6 +17,7 @@
 mod accumulation;
 mod averages;
 pub mod checkpoint;
+mod compile;
 mod context;
 mod device;
 mod error;
@@ -33,6 +34,7 @@ pub use accumulation::{Accumulation, BatchRole};
 pub use averages::{
     Averages, DistributedDataParallel, ModelWrapper, WrapperFactory, WrapperOver, with_host_grads,
 };
+pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
 pub use context::{EngineState, GradSink, OptimizerStep, SharedSink, StepContext, on_device};
 pub use device::{Averaged, DeviceAverages, DeviceBuckets, DeviceTensor, Gradient, HostTensor};
 pub use error::{BoxError, Error, Result};

@@ -8,7 +8,8 @@ use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use candle_ops::cross_entropy;
 use candle_ops::nn::{Linear, linear};
-use candle_train::{AdamWHyper, Clip, Trainer, TrainerBuilder};
+use candle_train::train_data::Array;
+use candle_train::{AdamWHyper, Clip, CompileMode, CompileOptions, Trainer, TrainerBuilder};
 use collective::{GroupOptions, MemoryStore, ProcessGroup, Store, Transport};
 
 fn model(device: &Device) -> Result<(VarMap, [Linear; 2])> {
@@ -120,4 +121,24 @@ fn a_trainer_on_a_gpu_follows_the_cpu() {
     parts.extend(run(&cuda, &at("parts"), 3, TrainerBuilder::f16));
     assert_eq!(parts, half);
     std::fs::remove_dir_all(directory).unwrap();
+}
+
+#[test]
+fn arrays_are_sent_as_they_are_and_tuned_trainers_say_so() {
+    let gpu = Device::new_cuda_with_stream(0).unwrap();
+    let (vars, _net) = model(&gpu).unwrap();
+    let mode = CompileMode::MaxAutotuneNoCudagraphs;
+    let builder = Trainer::builder(&vars).compile(CompileOptions { mode, ..Default::default() });
+    let train = builder.build(AdamWHyper::default()).unwrap();
+    // Small ones, and one that is copied in a stream of its own.
+    for count in [3, 1 << 19] {
+        let values: Vec<f32> = (0..count).map(|i| i as f32).collect();
+        let tensor = train.tensor(&Array::new([count], values.clone()).unwrap()).unwrap();
+        assert_eq!(tensor.to_vec1::<f32>().unwrap(), values);
+    }
+    let mask = train.tensor(&Array::new([2], vec![true, false]).unwrap()).unwrap();
+    assert_eq!(mask.to_vec1::<u8>().unwrap(), [1, 0]);
+    let report = train.compile_report().unwrap().to_string();
+    assert!(report.contains("autotuning of the optimizer: "), "{report}");
+    assert!(report.contains("autotuning of convolutions"), "{report}");
 }

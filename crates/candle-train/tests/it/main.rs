@@ -6,6 +6,8 @@ mod by_hand;
 mod checkpoint;
 #[path = "../../../collective/tests/it/common/collector.rs"]
 mod collector;
+mod compile;
+
 mod errors;
 mod eval_weights;
 mod examples;

@@ -28,7 +28,7 @@ mod compile;
 
 pub use crate::losses::{LateValues, Losses};
 pub use build::{LoraOptions, ModelContext, ModelFactory};
-pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport};
+pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport, read_compile};
 pub use train_step::{
     Averaged, DeviceAverages, DeviceBuckets, DeviceModel, DeviceTensor, EngineState, GradSink,
     Gradient, HostTensor, Model, OptimizerStep, SharedSink, StepContext, TensorSpec, Visit,

@@ -50,6 +50,12 @@ pub trait Stored {
         None
     }
 
+    /// Returns the fastest implementations found by autotuning; by default they are those of
+    /// [`Trainer::state_mut`](crate::Trainer::state_mut).
+    fn autotune_cache(&self) -> Option<String> {
+        None
+    }
+
     /// Checks the program's own state before a save.
     ///
     /// # Errors

@@ -89,6 +89,9 @@ pub(super) struct Progress {
     pub(super) mean_count: Option<f64>,
     /// The number of random words drawn by dropout, by rank.
     pub(super) random_positions: Vec<u64>,
+    /// The autotune cache of each rank; empty if there is none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) autotune_caches: Vec<String>,
     /// Absent in format 1.
     #[serde(default)]
     pub(super) optimizer: Option<StateLayout>,

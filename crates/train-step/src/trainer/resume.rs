@@ -276,6 +276,9 @@ impl Trainer {
         let positions = &progress.random_positions;
         let position = positions.get(self.rank()).or_else(|| positions.iter().max());
         self.state.random_position = position.copied().unwrap_or(0);
+        let mut caches = progress.autotune_caches;
+        let cache = (self.rank() < caches.len()).then(|| caches.swap_remove(self.rank()));
+        self.state.autotune_cache = cache.unwrap_or_default();
         self.steps = progress.steps;
         self.base_lrs = progress.base_lrs;
         self.mean_count = progress.mean_count;

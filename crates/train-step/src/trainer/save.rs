@@ -20,6 +20,7 @@ struct Part {
     epoch: usize,
     steps: u64,
     random_position: u64,
+    autotune_cache: String,
     /// Length of the rank's own data.
     own: Option<usize>,
 }
@@ -125,7 +126,9 @@ impl Trainer {
             return Err(format!("save after a step: {pending} batches wait for the next one"));
         }
         let random_position = model.random_position().unwrap_or(self.state.random_position);
-        Ok(Part { epoch, steps: self.steps, random_position, own })
+        let autotune_cache =
+            model.autotune_cache().unwrap_or_else(|| self.state.autotune_cache.clone());
+        Ok(Part { epoch, steps: self.steps, random_position, autotune_cache, own })
     }
 
     /// Returns the data of all ranks' own on rank 0, one after another.
@@ -207,6 +210,10 @@ impl Trainer {
             schedulers: self.schedules.as_ref().map_or(Vec::new(), |all| all.all().to_vec()),
             mean_count: self.mean_count,
             random_positions: parts.iter().map(|part| part.random_position).collect(),
+            autotune_caches: match parts.iter().any(|part| !part.autotune_cache.is_empty()) {
+                true => parts.iter().map(|part| part.autotune_cache.clone()).collect(),
+                false => Vec::new(),
+            },
             optimizer: Some(layout),
             own: Vec::new(),
         })?)

@@ -1,41 +1,44 @@
 //! The first program of `train-step`'s README.
 
-use train_step::fused_optim::{AdamW, AdamWHyper, DType, Optimizer, ParamGroup};
-use train_step::{
-    Floor, Param, Paramwise, RunLength, SchedulerConfig, Schedules, Shape, TensorSpec,
-};
+use train_step::fused_optim::{AdamW, AdamWHyper, Clip, DType, Slice, SliceMut};
+use train_step::{Model, Result, TensorSpec, Trainer, Visit};
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let spec = |name: &str, shape: &[usize]| TensorSpec {
-        name: name.into(),
-        shape: shape.into(),
-        dtype: DType::F32,
-    };
-    let params = [spec("fc.weight", &[4, 16]), spec("fc.bias", &[4]), spec("norm.weight", &[4])];
+/// A line, `y = w x + b`, in memory of one's own.
+struct Line {
+    specs: [TensorSpec; 1],
+    weights: [f32; 2],
+}
 
-    // Two groups: matrices with weight decay, norms and biases without.
-    let hyper = AdamWHyper { lr: 0.01, weight_decay: 0.1, ..AdamWHyper::default() };
-    let groups = Paramwise::no_decay_for_norms_and_biases().groups(&params);
-    let groups = groups.into_iter().map(|group| {
-        let weight_decay = hyper.weight_decay * group.hyper.weight_decay;
-        ParamGroup::new(AdamWHyper { weight_decay, ..hyper.clone() }, group.params)
-    });
-    let mut adamw = AdamW::new(groups)?;
-
-    // Ten steps of warm-up, and a cosine over the rest of a hundred.
-    let warm_up = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };
-    let cosine = Shape::CosineAnnealing { t_max: None, floor: Floor::Ratio(0.01) };
-    let configs = vec![
-        SchedulerConfig { end: Some(10), ..SchedulerConfig::by_iters(Param::Lr, warm_up) },
-        SchedulerConfig { begin: 10, ..SchedulerConfig::by_iters(Param::Lr, cosine) },
-    ];
-    let mut schedules = Schedules::new(configs, RunLength::of_iters(100), &[], &mut adamw)?;
-    assert_eq!((adamw.group_count(), adamw.lr(0)?, adamw.lr(1)?), (2, 0.001, 0.001));
-    for _ in 0..100 {
-        // forward, backward, adamw.step(..)
-        schedules.step_iters(1, &mut adamw)?;
+impl Model for Line {
+    fn params(&self) -> &[TensorSpec] {
+        &self.specs
     }
-    assert!(adamw.lr(0)? < 0.0002);
-    // In a checkpoint: `schedules.all()`, by serde; later `schedules.resume(&saved)`.
+
+    fn with_params(&mut self, visit: &mut Visit<'_>) -> Result<()> {
+        visit(&mut [SliceMut::F32(&mut self.weights)])
+    }
+}
+
+fn main() -> Result<()> {
+    let spec = TensorSpec { name: "line".into(), shape: vec![2], dtype: DType::F32 };
+    let mut line = Line { specs: [spec], weights: [0.0; 2] };
+    let hyper = AdamWHyper { lr: 0.05, weight_decay: 0.0, ..AdamWHyper::default() };
+    let adamw = AdamW::with_one_group(hyper, 1)?;
+
+    // Joins the other ranks, under a launcher, and begins with the weights of rank 0.
+    let builder = Trainer::builder().clip(Clip::norm(1.0)).accumulate(2);
+    let mut train = builder.build(&mut line, Box::new(adamw))?;
+    for step in 0..2000 {
+        let (x, y) = ((step % 5) as f32, (step % 5) as f32 * 2.0 + 1.0);
+        train.step(&mut line, |line, cx| {
+            let error = line.weights[0] * x + line.weights[1] - y;
+            // The gradient of the squared error, times the loss scale.
+            let slope = 2.0 * error * cx.loss_scale;
+            cx.report(0, Slice::F32(&[slope * x, slope]))
+        })?;
+    }
+    println!("y = {:.3} x + {:.3}", line.weights[0], line.weights[1]);
+    // `train.save(&mut line, path, epoch)?`, and later `train.resume(&mut line, path)?`.
+    assert!((line.weights[0] - 2.0).abs() < 0.01 && (line.weights[1] - 1.0).abs() < 0.01);
     Ok(())
 }

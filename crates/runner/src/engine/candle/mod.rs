@@ -452,7 +452,7 @@ impl Engine for CandleEngine {
         if let Some(cuda) = &mut self.cuda {
             cuda.compile(&self.device, options, &mut self.context);
         }
-        let searches = on_host && options.is_engines();
+        let searches = options.is_engines() && (on_host || options.mode.searches());
         self.context.set_autotune(searches.then_some(options.search_rounds));
         Ok(())
     }

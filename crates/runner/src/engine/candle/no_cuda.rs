@@ -11,6 +11,7 @@ use candle_train::ModelTensors;
 
 use super::CandleEngine;
 use super::model::{self, Scalars};
+use super::ops::AutotuneSummary;
 use super::ops::Context;
 use crate::Result;
 use crate::data::Batch;
@@ -28,7 +29,12 @@ impl Cuda {
         match *self {}
     }
 
-    pub(super) const fn report(&self, _: &CompileOptions, _: &mut CompileReport) {
+    pub(super) const fn report(
+        &self,
+        _: &CompileOptions,
+        _: Option<AutotuneSummary>,
+        _: &mut CompileReport,
+    ) {
         match *self {}
     }
 }

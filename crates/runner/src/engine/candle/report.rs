@@ -11,7 +11,7 @@ impl CandleEngine {
             "candle has no compiler; the layers of this engine are always fused",
         );
         if let Some(cuda) = &self.cuda {
-            cuda.report(options, &mut report);
+            cuda.report(options, self.context.autotune_summary(), &mut report);
             return report;
         }
         if let Some(summary) = self.context.autotune_summary() {

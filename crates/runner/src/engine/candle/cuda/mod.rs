@@ -3,7 +3,7 @@
 //! All work, including the optimizer's kernels, runs in the one stream of the engine's candle
 //! device, and candle frees memory in the order of that stream: so no address is used before it is
 //! written or after it is freed. Large fields of batches use a separate stream, ordered by events
-//! (`inputs.rs`).
+//! ([`Inputs`]).
 
 #![expect(
     unsafe_code,
@@ -11,29 +11,28 @@
 )]
 
 mod graph;
-mod inputs;
 
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::DevicePtr;
 use candle_core::{Device, Storage, Tensor};
-use candle_train::ModelTensors;
-use fused_optim::cuda::{DeviceSlice, Gpu, LateRead, LaunchShape};
-use fused_optim::{DeviceParam, Optimizer, Tuned};
+use candle_train::{Inputs, ModelTensors, tune_optimizer};
+use fused_optim::Optimizer;
+use fused_optim::cuda::{Gpu, LateRead};
 use parking_lot::Mutex;
 
 use self::graph::Graphs;
-use self::inputs::Copies;
 use super::CandleEngine;
 use super::model::Scalars;
+use super::ops::AutotuneSummary;
 use super::ops::Context;
 use super::ops::cuda::{Kernels, NAMES};
 use super::ops::known_inputs::{IndexCheck, KnownInputs};
 use super::report::{EAGER, NOT_INDUCTOR};
-use crate::data::{ArrayData, Batch};
+use crate::data::{Array, ArrayData, Batch};
 use crate::engine::{
     CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceEngine, LateValues, Losses,
-    StepContext, TensorSpec,
+    StepContext,
 };
 use crate::placement::OptimizerDevice;
 use crate::{Error, Result};
@@ -42,8 +41,8 @@ use crate::{Error, Result};
 pub(super) struct Cuda {
     /// GPU with candle's stream.
     gpu: Gpu,
-    /// Copies of large fields of batches; created for the first one.
-    copies: Mutex<Option<Copies>>,
+    /// Copies of batches.
+    inputs: Inputs,
     /// Kernels that `compile` built to replace compositions, or the reason why not.
     kernels: Option<std::result::Result<Arc<Kernels>, candle_ops::Error>>,
     /// Whole steps as CUDA graphs, if `compile` asked for them.
@@ -65,7 +64,13 @@ impl Cuda {
         let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
         gpu.keep_freed_memory().map_err(failed)?;
         tensors.gpu = Some(gpu.clone());
-        Ok(Some(Self { gpu, copies: Mutex::default(), kernels: None, graphs: None, tuned: None }))
+        Ok(Some(Self {
+            inputs: Inputs::new(gpu.clone()),
+            gpu,
+            kernels: None,
+            graphs: None,
+            tuned: None,
+        }))
     }
 
     /// Builds the kernels and graphs that `options` ask for.
@@ -81,7 +86,12 @@ impl Cuda {
         self.graphs = options.graphs().then(|| Graphs::new(options.fullgraph));
     }
 
-    pub(super) fn report(&self, options: &CompileOptions, report: &mut CompileReport) {
+    pub(super) fn report(
+        &self,
+        options: &CompileOptions,
+        tuned: Option<AutotuneSummary>,
+        report: &mut CompileReport,
+    ) {
         match &self.kernels {
             Some(Ok(kernels)) => {
                 report.applied.push(format!(
@@ -99,12 +109,13 @@ impl Cuda {
             None => {}
         }
         if options.mode.searches() {
-            match self.kernels.as_ref().and_then(|built| built.as_ref().ok()?.cudnn().ok()) {
-                Some(_) => report.applied.push(
-                    "autotuning of cuDNN's convolutions during training, at the first use of each shape; a \
-                     resumed run reuses the algorithms in its checkpoint"
-                        .to_owned(),
-                ),
+            let cudnn = self.kernels.as_ref().and_then(|built| built.as_ref().ok()?.cudnn().ok());
+            match tuned.filter(|_| cudnn.is_some()) {
+                Some(AutotuneSummary { timed, improved, .. }) => report.applied.push(format!(
+                    "autotuning of cuDNN's convolutions during training, at the first use of each shape ({timed} \
+                     shapes so far, {improved} of them faster than the default); a resumed run reuses the algorithms \
+                     in its checkpoint"
+                )),
                 None => {
                     let why = "each operator has one implementation on a GPU";
                     report.decline("autotuning of the model's kernels", why);
@@ -160,6 +171,18 @@ fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
 }
 
 impl CandleEngine {
+    /// Copies the fields of a batch to the model's device, in their own types.
+    pub(super) fn send(&self, batch: &Batch) -> Result<Vec<(String, Tensor)>> {
+        let (Some(cuda), Device::Cuda(device)) = (&self.cuda, &self.device) else {
+            return super::model::send(batch, &self.device);
+        };
+        let field = |(name, array): (&str, &Array)| {
+            Ok((name.to_owned(), cuda.inputs.tensor(array, device)?))
+        };
+        let fields = batch.iter().map(field).collect::<candle_core::Result<_>>();
+        fields.map_err(|e| Error::Engine(format!("batch: {e}")))
+    }
+
     /// Returns the GPU of the model, with the stream in use; `None` on the host.
     #[must_use]
     pub fn gpu(&self) -> Option<&Gpu> {
@@ -244,35 +267,7 @@ impl DeviceEngine for CandleEngine {
     fn tune(&mut self, optimizer: &mut dyn Optimizer) {
         let searches = self.compiled.as_ref().is_some_and(|options| options.mode.searches());
         if let Some(cuda) = self.cuda.as_mut().filter(|_| searches) {
-            cuda.tuned = Some(tune(&self.tensors.params.specs, optimizer));
+            cuda.tuned = Some(tune_optimizer(&self.tensors.params.specs, optimizer));
         }
     }
-}
-
-/// Autotunes `optimizer` on parameters of these shapes; returns a description, or the reason why it
-/// did not.
-fn tune(
-    params: &[TensorSpec],
-    optimizer: &mut dyn Optimizer,
-) -> std::result::Result<String, String> {
-    let like = |spec: &TensorSpec| {
-        let weight = DeviceSlice { ptr: 0, len: spec.count(), dtype: spec.dtype.into() };
-        DeviceParam { rows: spec.rows(), ..DeviceParam::new(weight, None) }
-    };
-    let params: Vec<_> = params.iter().map(like).collect();
-    let device = optimizer.as_device().ok_or("the optimizer is on the host")?;
-    let tuned = device.tune(&params).map_err(|e| e.to_string())?;
-    let each = tuned.iter().map(|Tuned { types: (weight, _), shape, searched }| {
-        let how = match searched.len() {
-            0 => "from the cache".to_owned(),
-            tried => format!("the fastest of {tried}"),
-        };
-        let LaunchShape { blocks, sweep, pack } = shape;
-        format!(
-            "{weight} weights by up to {blocks} blocks a multiprocessor, {sweep} elements a warp \
-             and {pack} a thread at a time ({how})"
-        )
-    });
-    let each = each.collect::<Vec<_>>().join(", ");
-    Ok(format!("autotuning of the optimizer: {each}"))
 }

@@ -3,14 +3,13 @@
 use std::sync::{Arc, Weak};
 
 use candle_core::{CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Tensor, bail};
-use candle_train::{OnDevice, report, set};
+use candle_train::{OnDevice, bytes_of, report, set};
 use half::{bf16, f16};
 use parking_lot::Mutex;
 
 use super::failed;
 use crate::Result;
 use crate::data::{ArrayData, Batch};
-use crate::engine::candle::cuda::inputs::{bytes_of, write};
 use crate::engine::candle::cuda::{Cuda, checks_of};
 use crate::engine::candle::model::{self, Scalars};
 use crate::engine::candle::ops::known_inputs::IndexCheck;
@@ -92,13 +91,15 @@ impl InplaceOp1 for Upload<'_> {
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
         let Self(cuda, data) = self;
         match data {
-            ArrayData::F32(v) => write(cuda, v, storage.as_cuda_slice_mut::<f32>()?),
-            ArrayData::F16(v) => write(cuda, v, storage.as_cuda_slice_mut::<f16>()?),
-            ArrayData::BF16(v) => write(cuda, v, storage.as_cuda_slice_mut::<bf16>()?),
-            ArrayData::U8(v) => write(cuda, v, storage.as_cuda_slice_mut::<u8>()?),
-            ArrayData::I32(v) => write(cuda, v, storage.as_cuda_slice_mut::<i32>()?),
-            ArrayData::I64(v) => write(cuda, v, storage.as_cuda_slice_mut::<i64>()?),
-            ArrayData::Bool(v) => write(cuda, &bytes_of(v), storage.as_cuda_slice_mut::<u8>()?),
+            ArrayData::F32(v) => cuda.inputs.write(v, storage.as_cuda_slice_mut::<f32>()?),
+            ArrayData::F16(v) => cuda.inputs.write(v, storage.as_cuda_slice_mut::<f16>()?),
+            ArrayData::BF16(v) => cuda.inputs.write(v, storage.as_cuda_slice_mut::<bf16>()?),
+            ArrayData::U8(v) => cuda.inputs.write(v, storage.as_cuda_slice_mut::<u8>()?),
+            ArrayData::I32(v) => cuda.inputs.write(v, storage.as_cuda_slice_mut::<i32>()?),
+            ArrayData::I64(v) => cuda.inputs.write(v, storage.as_cuda_slice_mut::<i64>()?),
+            ArrayData::Bool(v) => {
+                cuda.inputs.write(&bytes_of(v), storage.as_cuda_slice_mut::<u8>()?)
+            }
             other => bail!("candle has no tensors of {}", other.type_name()),
         }
     }

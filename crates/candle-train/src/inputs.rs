@@ -1,4 +1,4 @@
-//! Copies batches to the GPU through pinned memory, because a copy from other memory may block the
+//! Copies arrays to the GPU through pinned memory, because a copy from other memory may block the
 //! host until the GPU reaches it.
 //!
 //! Large fields are copied in a stream of their own, so that the copy overlaps with the previous
@@ -16,78 +16,96 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorage};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, Device, Error, Result, Storage, Tensor};
+use candle_core::{CudaDevice, Error, Result, Storage, Tensor};
 use fused_optim::cuda::Gpu;
+use parking_lot::Mutex;
+use train_data::{Array, ArrayData};
 
-use super::Cuda;
-use crate::data::{Array, ArrayData, Batch};
-use crate::engine::candle::CandleEngine;
+/// Copies arrays to a GPU, in order of candle's stream.
+#[derive(Debug)]
+pub struct Inputs {
+    /// GPU with candle's stream.
+    gpu: Gpu,
+    /// Copies of large arrays; created for the first one.
+    copies: Mutex<Option<Copies>>,
+}
 
-impl CandleEngine {
-    /// Copies the fields of a batch to the model's device, in their own types.
-    pub(in crate::engine::candle) fn send(
+impl Inputs {
+    /// Copies to this GPU, which has candle's stream.
+    #[must_use]
+    pub const fn new(gpu: Gpu) -> Self {
+        Self { gpu, copies: Mutex::new(None) }
+    }
+
+    /// Copies an array to a tensor of its own type on this GPU's device; a mask to bytes of 0 and
+    /// 1. The array may change after the return.
+    ///
+    /// # Errors
+    ///
+    /// An error of the device; a type that candle does not have.
+    pub fn tensor(&self, array: &Array, device: &CudaDevice) -> Result<Tensor> {
+        let shape = array.shape();
+        match array.data() {
+            ArrayData::F32(values) => self.of(device, values, shape),
+            ArrayData::F16(values) => self.of(device, values, shape),
+            ArrayData::BF16(values) => self.of(device, values, shape),
+            ArrayData::U8(values) => self.of(device, values, shape),
+            ArrayData::I32(values) => self.of(device, values, shape),
+            ArrayData::I64(values) => self.of(device, values, shape),
+            ArrayData::Bool(mask) => self.of(device, &bytes_of(mask), shape),
+            other => Err(Error::msg(format!("candle has no tensors of {}", other.type_name()))),
+        }
+    }
+
+    fn of<T: CudaDType + DeviceRepr + Copy>(
         &self,
-        batch: &Batch,
-    ) -> crate::Result<Vec<(String, Tensor)>> {
-        let (Some(cuda), Device::Cuda(device)) = (&self.cuda, &self.device) else {
-            return super::super::model::send(batch, &self.device);
+        device: &CudaDevice,
+        values: &[T],
+        shape: &[usize],
+    ) -> Result<Tensor> {
+        // SAFETY: written below, before anything in the stream can read it.
+        let mut memory = unsafe { device.alloc::<T>(values.len()) }?;
+        self.write(values, &mut memory)?;
+        let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(memory, device.clone()));
+        Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
+    }
+
+    /// Copies values to the memory of a tensor, in order of the stream. The source may change after
+    /// the return.
+    ///
+    /// # Errors
+    ///
+    /// Another number of values; an error of the device.
+    pub fn write<T: DeviceRepr + Copy>(
+        &self,
+        values: &[T],
+        memory: &mut CudaSlice<T>,
+    ) -> Result<()> {
+        if values.len() != memory.len() {
+            candle_core::bail!("{} values for a tensor of {} elements", values.len(), memory.len());
+        }
+        // SAFETY: element types of an array have no padding.
+        let bytes =
+            unsafe { slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
+        let (address, _guard) = memory.device_ptr_mut(self.gpu.stream());
+        if bytes.len() < LARGE {
+            // SAFETY: the address has this many bytes, which candle frees in order of this stream.
+            return unsafe { self.gpu.write_at(address, bytes) }.map_err(Error::wrap);
+        }
+        let mut copies = self.copies.lock();
+        let copies = match &mut *copies {
+            Some(copies) => copies,
+            none => none.insert(Copies::new(&self.gpu)?),
         };
-        let field = |(name, array): (&str, &Array)| {
-            let tensor = match array.data() {
-                ArrayData::F32(values) => tensor(cuda, device, values, array.shape()),
-                ArrayData::F16(values) => tensor(cuda, device, values, array.shape()),
-                ArrayData::BF16(values) => tensor(cuda, device, values, array.shape()),
-                ArrayData::U8(values) => tensor(cuda, device, values, array.shape()),
-                ArrayData::I32(values) => tensor(cuda, device, values, array.shape()),
-                ArrayData::I64(values) => tensor(cuda, device, values, array.shape()),
-                ArrayData::Bool(mask) => tensor(cuda, device, &bytes_of(mask), array.shape()),
-                other => Err(Error::msg(format!("candle has no tensors of {}", other.type_name()))),
-            };
-            Ok((name.to_owned(), tensor?))
-        };
-        let fields = batch.iter().map(field).collect::<Result<_>>();
-        fields.map_err(|e| crate::Error::Engine(format!("batch: {e}")))
+        // SAFETY: as above.
+        unsafe { copies.write(&self.gpu, address, bytes) }
     }
 }
 
 /// Converts a mask to bytes of 0 and 1, as candle has no booleans.
-pub(super) fn bytes_of(mask: &[bool]) -> Vec<u8> {
+#[must_use]
+pub fn bytes_of(mask: &[bool]) -> Vec<u8> {
     mask.iter().map(|is_set| u8::from(*is_set)).collect()
-}
-
-fn tensor<T: CudaDType + DeviceRepr + Copy>(
-    cuda: &Cuda,
-    device: &CudaDevice,
-    values: &[T],
-    shape: &[usize],
-) -> Result<Tensor> {
-    // SAFETY: written below, before anything in the stream can read it.
-    let mut memory = unsafe { device.alloc::<T>(values.len()) }?;
-    write(cuda, values, &mut memory)?;
-    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(memory, device.clone()));
-    Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
-}
-
-/// Copies values to the memory of a tensor, in order of the stream. The source may change after the
-/// return.
-pub(super) fn write<T: Copy>(cuda: &Cuda, values: &[T], memory: &mut CudaSlice<T>) -> Result<()> {
-    if values.len() != memory.len() {
-        candle_core::bail!("{} values for a tensor of {} elements", values.len(), memory.len());
-    }
-    // SAFETY: element types of a batch have no padding.
-    let bytes = unsafe { slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
-    let (address, _guard) = memory.device_ptr_mut(cuda.gpu.stream());
-    if bytes.len() < LARGE {
-        // SAFETY: the address has this many bytes, which candle frees in order of this stream.
-        return unsafe { cuda.gpu.write_at(address, bytes) }.map_err(Error::wrap);
-    }
-    let mut copies = cuda.copies.lock();
-    let copies = match &mut *copies {
-        Some(copies) => copies,
-        none => none.insert(Copies::new(&cuda.gpu)?),
-    };
-    // SAFETY: as above.
-    unsafe { copies.write(&cuda.gpu, address, bytes) }
 }
 
 /// Minimum bytes of a field that is copied in its own stream; a smaller one takes about 40 us.
@@ -97,7 +115,7 @@ const KEPT: usize = 4;
 
 /// Copies in a separate stream.
 #[derive(Debug)]
-pub(super) struct Copies {
+struct Copies {
     /// GPU with that stream.
     gpu: Gpu,
     /// Buffers, least recently used first.

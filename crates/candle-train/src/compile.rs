@@ -1,0 +1,96 @@
+//! `compile` for a trainer: autotuning, and its report.
+
+use candle_core::Device;
+use candle_ops::Context;
+use fused_optim::Optimizer;
+use train_step::{CompileBackend, CompileMode, CompileOptions, CompileReport};
+
+use crate::tensors::ModelTensors;
+use crate::{Error, Result};
+
+/// Optimizations of a trainer's steps.
+#[derive(Debug)]
+pub(crate) struct Compiled {
+    options: CompileOptions,
+    /// Result of autotuning the optimizer, or the reason for which it failed.
+    tuned: Option<std::result::Result<String, String>>,
+}
+
+impl Compiled {
+    /// Enables what `options` ask for.
+    ///
+    /// # Errors
+    ///
+    /// `fullgraph`: steps are not captured as graphs.
+    pub(crate) fn new(
+        options: CompileOptions,
+        (context, core): (&mut Context, &mut train_step::Trainer),
+        tensors: &ModelTensors,
+    ) -> Result<Self> {
+        let device = tensors.params.tensors[0].device();
+        if options.fullgraph && !device.is_cpu() {
+            let text = "compile: `fullgraph` is not supported, because a trainer does not capture steps as graphs: \
+                        remove it";
+            return Err(Error::InvalidArgument(text.to_owned()));
+        }
+        let searches = options.is_engines() && (device.is_cpu() || options.mode.searches());
+        context.set_autotune(searches.then_some(options.search_rounds));
+        let tunes = !device.is_cpu() && options.mode.searches();
+        let tuned = tunes.then(|| tune(tensors, core.optimizer_mut()));
+        Ok(Self { options, tuned })
+    }
+
+    pub(crate) fn report(&self, context: &Context, device: &Device) -> CompileReport {
+        let options = &self.options;
+        let mut report = CompileReport::default();
+        report.decline("fusion of operators", "candle has no compiler; layers are always fused");
+        match context.autotune_summary() {
+            Some(summary) => report.applied.push(format!(
+                "autotuning of convolutions during training, at the first use of each shape ({} shapes so far, {} of \
+                 them faster than the default); a resumed run keeps its choices",
+                summary.timed, summary.improved
+            )),
+            None if options.is_engines() => {
+                let why = "on a GPU set mode `max-autotune` or `max-autotune-no-cudagraphs`";
+                report.decline("autotuning", why);
+            }
+            None => report.decline("autotuning", "this backend runs models as written"),
+        }
+        match &self.tuned {
+            Some(Ok(found)) => report.applied.push(found.clone()),
+            Some(Err(why)) => report.decline("autotuning of the optimizer", why),
+            None => {}
+        }
+        if options.backend == CompileBackend::Inductor {
+            report
+                .decline("backend `inductor`", "it belongs to PyTorch; this crate is used instead");
+        }
+        if device.is_cpu() && options.mode != CompileMode::Default {
+            report.decline(&format!("mode `{}`", options.mode.name()), "the CPU has no modes");
+        }
+        if options.graphs() {
+            let why = match device.is_cpu() {
+                true => "the CPU has no kernel launches",
+                false => {
+                    "a graph would keep the addresses of the tensors that a step's closure refers to; \
+                          `runner` captures steps"
+                }
+            };
+            report.decline("steps as one graph", why);
+        }
+        report
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn tune(
+    tensors: &ModelTensors,
+    optimizer: &mut dyn Optimizer,
+) -> std::result::Result<String, String> {
+    crate::tune_optimizer(&tensors.params.specs, optimizer)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn tune(_: &ModelTensors, _: &mut dyn Optimizer) -> std::result::Result<String, String> {
+    Err("there is no GPU without the feature `cuda`".to_owned())
+}

@@ -1,38 +1,39 @@
-// What tch leaves out of libtorch: word of each gradient during backward, and autocast on the CPU.
+// Parts of libtorch that tch lacks: a report of each gradient during backward, autocast on the CPU.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+using torch::autograd::PostAccumulateGradHook;
+using Ready = int (*)(void *pass, size_t index, const float *gradient, size_t count);
+
 namespace {
 
-enum class Answer : int32_t { elsewhere, taken, refused };
-using Ready = Answer (*)(size_t tag, const float *gradient, size_t count);
-
 // Runs right after a backward pass has put a variable's whole gradient into its `grad`.
-struct Report final : torch::autograd::PostAccumulateGradHook {
-  Report(Ready ready, size_t tag) : ready(ready), tag(tag) {}
+struct Report final : PostAccumulateGradHook {
+  Report(Ready ready, void *pass, size_t index) : ready(ready), pass(pass), index(index) {}
 
   void operator()(const at::Tensor &variable) override {
-    at::Tensor &grad = variable.mutable_grad();
+    const at::Tensor grad = std::move(variable.mutable_grad()); // The next pass starts anew.
     TORCH_CHECK(grad.layout() == at::kStrided && grad.device().is_cpu() && grad.is_contiguous() &&
                 grad.scalar_type() == at::kFloat, "a gradient that is no dense f32 in host memory");
-    Answer answer = ready(tag, grad.const_data_ptr<float>(), static_cast<size_t>(grad.numel()));
-    if (answer == Answer::elsewhere) return;
-    grad.reset(); // The next pass starts anew.
-    TORCH_CHECK(answer == Answer::taken, "a gradient was refused");
+    TORCH_CHECK(ready(pass, index, grad.const_data_ptr<float>(), static_cast<size_t>(grad.numel())),
+                "a gradient was refused");
   }
 
   Ready ready;
-  size_t tag;
+  void *pass;
+  size_t index;
 };
 
 } // namespace
 
-// Has `ready` called with `tag` for each gradient of the leaf `tensor`. 0 if it could not.
-extern "C" int tch_engine_report(const void *tensor, Ready ready, size_t tag) noexcept try {
-  torch::autograd::impl::set_post_acc_grad_hooks(*static_cast<const at::Tensor *>(tensor),
-                                                 std::make_unique<Report>(ready, tag));
+// Has `ready` called with `pass` and `index` for each gradient of the leaf `tensor`; if it is null,
+// nothing any more. 0 if it could not.
+extern "C" int tch_engine_hook(const void *tensor, Ready ready, void *pass, size_t index) noexcept try {
+  std::unique_ptr<PostAccumulateGradHook> hook;
+  if (ready) hook = std::make_unique<Report>(ready, pass, index);
+  torch::autograd::impl::set_post_acc_grad_hooks(*static_cast<const at::Tensor *>(tensor), std::move(hook));
   return 1;
 } catch (...) {
   return 0;

@@ -1,37 +1,30 @@
 //! The unsafe part: variables' memory as slices, and `shim.cpp`.
 //!
 //! Invariants. A [`Variable`] is a leaf on the CPU, of f32, contiguous, not empty; its maker
-//! vouches that nobody else touches its memory while it is lent. A hook in libtorch holds no
-//! pointer to anything here, only a tag: it asks the thread that runs backward whether it waits for
-//! that tag's gradient, so a variable may outlive its engine.
+//! vouches that nobody else touches its memory while it is lent. Hooks in libtorch, which point to
+//! the stack of [`backward`], are gone when it returns.
 
 #![expect(unsafe_code, reason = "C++ is called, and calls back")]
 
-use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::ptr::null_mut;
 
-use fused_optim::{DType, Slice};
-use runner::engine::SharedSink;
-use runner::{Error, Result};
 use tch::{Device, Kind, TchError, Tensor};
+use train_step::fused_optim::{DType, Slice};
+use train_step::{Error, Result, SharedSink};
 
-type Ready = extern "C" fn(tag: usize, gradient: *const f32, count: usize) -> Answer;
+type Ready = unsafe extern "C" fn(*mut c_void, usize, *const f32, usize) -> c_int;
 
 unsafe extern "C" {
-    fn tch_engine_report(tensor: *const c_void, ready: Ready, tag: usize) -> c_int;
+    fn tch_engine_hook(
+        tensor: *const c_void,
+        ready: Option<Ready>,
+        pass: *mut c_void,
+        index: usize,
+    ) -> c_int;
     // Safe with any numbers; it sets this thread's state and lets nothing out.
     safe fn tch_engine_autocast(on: c_int, f16: c_int);
-}
-
-/// As in `shim.cpp`.
-#[repr(i32)]
-enum Answer {
-    Elsewhere,
-    Taken,
-    Refused,
 }
 
 /// A variable of a model, which can lend its memory.
@@ -42,19 +35,17 @@ impl Variable {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] if it is not contiguous f32 in host memory, or empty.
+    /// [`Error::Model`] if it is not contiguous f32 in host memory, or empty.
     ///
     /// # Safety
     ///
     /// While a slice of [`lend`](Self::lend) lives, nobody else may read, write or free the
-    /// tensor's memory.
+    /// tensor's memory; while [`backward`] runs, no other thread may run backward to it.
     pub(crate) unsafe fn new(name: &str, tensor: Tensor) -> Result<Self> {
         let variable = Self(tensor);
         if !variable.is_plain() {
-            return Err(Error::Engine(format!(
-                "{name} is {:?}: parameters and buffers are contiguous f32 on the CPU, not empty",
-                variable.0
-            )));
+            let (is, wanted) = (&variable.0, "contiguous f32 on the CPU, not empty");
+            return Err(Error::model(format!("{name} is {is:?}: variables have to be {wanted}")));
         }
         Ok(variable)
     }
@@ -71,19 +62,14 @@ impl Variable {
             && tensor.numel() > 0
     }
 
-    /// Forgets a gradient that somebody else's backward left.
-    pub(crate) fn zero_grad(&mut self) {
-        self.0.zero_grad();
-    }
-
     /// The elements, row-major.
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] if the tensor was given other data, of another kind, since.
+    /// [`Error::Model`] if the tensor was given other data, of another kind, since.
     pub(crate) fn lend(&mut self) -> Result<&mut [f32]> {
         if !self.is_plain() {
-            return Err(Error::Engine(format!("a variable has become {:?}", self.0)));
+            return Err(Error::model(format!("a variable has become {:?}", self.0)));
         }
         let (data, count) = (self.0.data_ptr().cast::<f32>(), self.0.numel());
         // SAFETY: `is_plain` was just asked: `count` floats lie at `data` in host memory, one after
@@ -91,81 +77,69 @@ impl Variable {
         // alone as long as `self` is borrowed.
         Ok(unsafe { std::slice::from_raw_parts_mut(data, count) })
     }
-}
 
-/// Names for as many gradients, of which each is reported under its own from now on.
-///
-/// # Errors
-///
-/// [`Error::Engine`] if libtorch refuses a hook.
-pub(crate) fn report(variables: &[Variable]) -> Result<Range<usize>> {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let first = NEXT.fetch_add(variables.len(), Ordering::Relaxed);
-    let tags = first..first + variables.len();
-    for (tag, Variable(tensor)) in tags.clone().zip(variables) {
-        let tensor = tensor.as_ptr().cast();
-        // SAFETY: tch's handle is an `at::Tensor *`, alive as `variables` is borrowed; `ready` is
-        // of the type that `shim.cpp` calls it as, and does not unwind; nothing is thrown out of
-        // the call.
-        if unsafe { tch_engine_report(tensor, ready, tag) } == 0 {
-            return Err(Error::Engine("libtorch takes no hook for a variable".to_owned()));
+    /// Has each gradient reported to a [`Pass`]; without `ready`, no longer.
+    fn hook(&self, ready: Option<Ready>, pass: *mut c_void, index: usize) -> Result<()> {
+        // SAFETY: tch's handle is an `at::Tensor *`, alive as `self` is borrowed; `ready` is of the
+        // type that `shim.cpp` calls it as, and does not unwind; nothing is thrown out of the call.
+        match unsafe { tch_engine_hook(self.0.as_ptr().cast(), ready, pass, index) } {
+            0 => Err(Error::model("libtorch takes no hook for a variable")),
+            _ => Ok(()),
         }
     }
-    Ok(tags)
 }
 
-/// The backward pass that this thread is in.
-struct Pass {
-    tags: Range<usize>,
-    sink: SharedSink,
+/// A backward pass.
+struct Pass<'a> {
+    sink: &'a SharedSink,
     error: Option<Error>,
 }
 
-thread_local! {
-    static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
-}
-
-/// Runs backward from `loss`, and `sink` on each gradient of those `tags` as it becomes ready.
+/// Runs backward from `loss`, and `sink` on each gradient of `params` as it becomes ready.
 ///
 /// On the CPU libtorch runs backward on the thread that asks for it, so that is where `sink` is
 /// called.
 ///
 /// # Errors
 ///
-/// The sink's, which stops backward, or [`Error::Engine`] with libtorch's.
-pub(crate) fn backward(loss: &Tensor, tags: &Range<usize>, sink: &SharedSink) -> Result<()> {
-    let pass = Pass { tags: tags.clone(), sink: sink.clone(), error: None };
-    let outer = PASS.replace(Some(pass));
-    let result = loss.f_backward();
-    match PASS.replace(outer).and_then(|pass| pass.error) {
-        Some(error) => Err(error),
-        None => result.map_err(|e| failed("backward", &e)),
-    }
+/// The sink's, which stops backward, or [`Error::Model`] with libtorch's.
+pub(crate) fn backward(loss: &Tensor, params: &mut [Variable], sink: &SharedSink) -> Result<()> {
+    let mut pass = Pass { sink, error: None };
+    let to: *mut c_void = (&raw mut pass).cast();
+    // Forgets gradients that somebody else's backward left.
+    params.iter_mut().for_each(|param| param.0.zero_grad());
+    let mut each = params.iter().enumerate();
+    let hooked = each.try_for_each(|(index, param)| param.hook(Some(ready), to, index));
+    let result = hooked.and_then(|()| loss.f_backward().map_err(|e| failed("backward", &e)));
+    let left = params.iter().try_for_each(|param| param.hook(None, null_mut(), 0));
+    // They would point to `pass`. Taking a hook away allocates nothing.
+    left.expect("a hook can be taken away");
+    pass.error.map_or(result, Err)
 }
 
-extern "C" fn ready(tag: usize, gradient: *const f32, count: usize) -> Answer {
-    let waits = PASS.with_borrow(|pass| {
-        let pass = pass.as_ref().filter(|pass| pass.tags.contains(&tag))?;
-        Some((pass.sink.clone(), tag - pass.tags.start))
-    });
-    let Some((sink, index)) = waits else { return Answer::Elsewhere };
-    // SAFETY: `shim.cpp` calls this with a tensor's `count` floats that lie one after the other in
-    // host memory, and holds that tensor until we return; `count` is a variable's, so there are
-    // some.
-    let gradient = unsafe { std::slice::from_raw_parts(gradient, count) };
+/// Reports the gradient of parameter `index`.
+///
+/// # Safety
+///
+/// `pass` is the one that [`backward`] has, and nobody else uses it meanwhile; `count` floats, more
+/// than 0, lie at `gradient`.
+unsafe extern "C" fn ready(
+    pass: *mut c_void,
+    index: usize,
+    gradient: *const f32,
+    count: usize,
+) -> c_int {
+    // SAFETY: the caller promises it.
+    let pass = unsafe { &mut *pass.cast::<Pass<'_>>() };
+    // SAFETY: the caller promises it.
+    let gradient = Slice::F32(unsafe { std::slice::from_raw_parts(gradient, count) });
     // A panic that unwinds into C++ would abort the process.
-    let taken = catch_unwind(AssertUnwindSafe(|| sink.lock().ready(index, Slice::F32(gradient))));
-    let error = match taken {
-        Ok(Ok(())) => return Answer::Taken,
-        Ok(Err(error)) => error,
-        Err(_) => Error::Engine("what takes gradients panicked".to_owned()),
+    let taken = catch_unwind(AssertUnwindSafe(|| pass.sink.lock().ready(index, gradient)));
+    pass.error = match taken {
+        Ok(taken) => taken.err(),
+        Err(_) => Some(Error::model("the receiver of a gradient panicked")),
     };
-    PASS.with_borrow_mut(|pass| {
-        if let Some(pass) = pass {
-            pass.error = Some(error);
-        }
-    });
-    Answer::Refused
+    c_int::from(pass.error.is_none())
 }
 
 /// Autocast on the CPU, on this thread, until this is dropped.
@@ -186,5 +160,5 @@ impl Drop for Autocast {
 }
 
 pub(crate) fn failed(what: &str, error: &TchError) -> Error {
-    Error::Engine(format!("{what}: {error}"))
+    Error::model(format!("{what}: {error}"))
 }

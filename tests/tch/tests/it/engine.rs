@@ -7,16 +7,16 @@ use std::thread;
 use std::time::Duration;
 
 use collective::ProcessGroup;
-use fused_optim::{DType, Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::config::Config;
 use runner::data::{Array, Batch};
-use runner::engine::{Engine, Model, EngineState, GradSink, SharedSink, StepContext};
+use runner::engine::{Engine, EngineState, GradSink, Model, SharedSink, StepContext};
 use runner::model::{MODELS, ModelContext, ModelFactory};
 use runner::{Error, Result, RunnerBuilder};
 use tch::nn::{self, Module};
 use tch::{Kind, Tensor};
 use tch_engine::{TchEngine, TchModel, field};
+use train_step::fused_optim::{DType, Slice, SliceMut};
 
 use crate::nets::Net;
 
@@ -68,10 +68,13 @@ struct Note {
 type Gradients = Vec<(usize, Vec<f32>)>;
 
 impl GradSink for Note {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> train_step::Result<()> {
         let Slice::F32(values) = grad else { panic!("gradients are f32") };
         self.come.push((index, values.to_vec()));
-        if index == self.at { (self.act)() } else { Ok(()) }
+        if index == self.at {
+            (self.act)()?;
+        }
+        Ok(())
     }
 }
 

@@ -8,20 +8,22 @@ use std::thread;
 use std::time::Duration;
 
 use collective::{ProcessGroup, reducer::ReducerOptions};
-use fused_optim::{AdamW, AdamWHyper, Applied, DType, Optimizer, Sgd, SgdHyper, Slice, SliceMut};
 use parking_lot::Mutex;
 use runner::Result;
 use runner::data::{Array, Batch};
 use runner::engine::candle::candle_core::Result as CandleResult;
 use runner::engine::candle::candle_nn::VarBuilder;
 use runner::engine::candle::{CandleEngine, CandleModel, CandleOptions};
-use runner::engine::{Engine, Model, EngineState, GradSink, SharedSink, StepContext, TensorSpec};
+use runner::engine::{Engine, EngineState, GradSink, Model, SharedSink, StepContext, TensorSpec};
 use runner::model::{DistributedDataParallel, ModelWrapper};
 use runner::optim_wrapper::OptimWrapper;
+use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Tensor};
 use tch_engine::{TchEngine, TchModel};
-use runner::zoo::{Mlp, MlpOptions, ResNet, ResNetOptions};
+use train_step::fused_optim::{
+    AdamW, AdamWHyper, Applied, DType, Optimizer, Sgd, SgdHyper, Slice, SliceMut,
+};
 
 use crate::engine::engine;
 use crate::nets::{Classifier, Net};
@@ -29,7 +31,7 @@ use crate::nets::{Classifier, Net};
 const STEPS: usize = 12;
 const BATCH: usize = 16;
 
-const SGD: SgdHyper = SgdHyper {
+pub const SGD: SgdHyper = SgdHyper {
     lr: 0.05,
     momentum: 0.9,
     dampening: 0.0,
@@ -77,7 +79,7 @@ impl Rule {
 }
 
 /// Every parameter and buffer, by name.
-type State = BTreeMap<String, Vec<f32>>;
+pub type State = BTreeMap<String, Vec<f32>>;
 
 /// The result of a training.
 #[derive(Debug, PartialEq)]
@@ -90,7 +92,6 @@ impl Outcome {
     /// Fails on a loss or a tensor that differs by more than these bounds, relative to its length.
     fn is_near(&self, other: &Self, of_losses: f64, of_tensors: f64) -> Result<(), String> {
         assert!(self.state.keys().eq(other.state.keys()), "the same names");
-        let wide = |values: &[f32]| values.iter().map(|v| f64::from(*v)).collect::<Vec<_>>();
         let off = |(name, values): (&String, &Vec<f32>)| {
             (distance(&wide(values), &wide(&other.state[name])), name.clone())
         };
@@ -103,15 +104,19 @@ impl Outcome {
     }
 }
 
+pub fn wide(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|v| f64::from(*v)).collect()
+}
+
 /// Length of the difference, relative to that of `b`.
-fn distance(a: &[f64], b: &[f64]) -> f64 {
+pub fn distance(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let length = |v: &mut dyn Iterator<Item = f64>| v.map(|v| v * v).sum::<f64>().sqrt();
     length(&mut a.iter().zip(b).map(|(a, b)| a - b)) / length(&mut b.iter().copied()).max(1e-3)
 }
 
 /// Images of four kinds of stripes, in no order and with noise.
-fn batch(step: usize) -> Batch {
+pub fn batch(step: usize) -> Batch {
     let noise = |at: usize| ((at * 2_654_435_761) % 1009) as f32 / 1009.0 - 0.5;
     let labels: Vec<_> = (0..BATCH).map(|i| ((step * 7 + i * 5) % 4) as i64).collect();
     let image = |i: usize| {
@@ -188,7 +193,7 @@ struct Spoil {
 }
 
 impl GradSink for Spoil {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> train_step::Result<()> {
         let Slice::F32(values) = grad else { panic!("gradients are f32") };
         let factor = if index == 0 { self.factor } else { 1.0 };
         let values: Vec<_> = values.iter().map(|v| v * factor).collect();
@@ -236,7 +241,7 @@ fn train_alone(engine: &mut dyn Engine, net: Net, rule: Rule, dtype: DType) -> O
 }
 
 /// A model of tch alone, without a word of ours.
-fn plain(net: Net) -> (VarStore, Classifier) {
+pub fn plain(net: Net) -> (VarStore, Classifier) {
     tch::set_num_threads(1);
     let store = VarStore::new(Device::Cpu);
     let model = net.build(&store.root(), 4);
@@ -302,7 +307,7 @@ fn under_autocast_candle_and_libtorch_come_to_the_same() {
 struct Keep(BTreeMap<usize, Vec<f32>>);
 
 impl GradSink for Keep {
-    fn ready(&mut self, index: usize, grad: Slice<'_>) -> runner::train_step::Result<()> {
+    fn ready(&mut self, index: usize, grad: Slice<'_>) -> train_step::Result<()> {
         let Slice::F32(values) = grad else { panic!("gradients are f32") };
         assert!(self.0.insert(index, values.to_vec()).is_none(), "{index} comes once");
         Ok(())

@@ -290,8 +290,8 @@ impl Trainer {
         crate::tensor(array, &self.device)
     }
 
-    /// Returns the optimizations of [`compile`](crate::TrainerBuilder::compile) so far; `None` without
-    /// it.
+    /// Returns the optimizations of [`compile`](crate::TrainerBuilder::compile) so far; `None`
+    /// without it.
     #[must_use]
     pub fn compile_report(&self) -> Option<CompileReport> {
         self.compiled.as_ref().map(|compiled| compiled.report(&self.context, &self.device))

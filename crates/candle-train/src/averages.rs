@@ -17,7 +17,7 @@ use train_step::{Averages, Gradient, ModelWrapper};
 
 use crate::Result;
 use crate::backward::ParamIndex;
-use crate::tensors::{ModelTensors, report};
+use crate::tensors::{ModelTensors, check_group, report};
 use crate::variables::Variables;
 
 /// Data parallelism for a training loop with any optimizer: every rank has the whole model, and
@@ -71,6 +71,7 @@ impl DataParallel {
     pub fn new(vars: &VarMap, group: ProcessGroup, options: ReducerOptions) -> Result<Self> {
         let variables = Variables::of(vars, &[])?;
         let mut tensors = variables.tensors()?;
+        check_group(&group, &tensors)?;
         let averages = Averages::new(&mut tensors, group, options)?;
         variables.broadcast(averages.group())?;
         let vars: Vec<Var> = variables.params.iter().map(|(_, var)| var.clone()).collect();

@@ -20,7 +20,7 @@ use train_step::{CompileOptions, Multipliers, Paramwise, RunLength, SchedulerCon
 
 use crate::backward::ParamIndex;
 use crate::compile::Compiled;
-use crate::tensors::ModelTensors;
+use crate::tensors::{ModelTensors, check_group};
 use crate::trainer::Trainer;
 use crate::variables::{Statistics, Variables};
 use crate::{Error, Result, process};
@@ -270,23 +270,25 @@ impl TrainerBuilder {
             (Err(error), Err(_)) => return Err(error),
             (own, group) => (own, group?),
         };
+        let own = own.and_then(|own| check_group(&group, &own.1).map(|()| own));
         let core = self.core.group(group);
         let (variables, mut tensors, optimizer) = match own {
             Ok(own) => own,
             Err(error) => return Err(core.refuse(error)),
         };
         let device = tensors.params.tensors[0].device().clone();
-        let mut core = core.described(variables.described()).build(&mut tensors, optimizer)?;
+        let compile = self.compile.as_ref().map(|options| format!("compile {options:?}"));
+        let described = variables.described().chain(compile);
+        let mut core = core.described(described).build(&mut tensors, optimizer)?;
         variables.broadcast(core.group())?;
         let seed = self.seed.wrapping_add(core.rank() as u64);
         let mut context = context(&device, seed, self.half)?;
         let parts = (&mut context, &mut core);
         let compiled = self.compile.map(|options| Compiled::new(options, parts, &tensors));
-        let compiled = compiled.transpose()?;
         Ok(Trainer {
             compiled,
             #[cfg(feature = "cuda")]
-            inputs: tensors.gpu.clone().map(crate::Inputs::new),
+            inputs: tensors.on_gpu().ok().cloned().map(crate::Inputs::new),
             index: ParamIndex::new(variables.params.iter().map(|(_, var)| var.id())),
             tensors,
             core,
@@ -309,6 +311,16 @@ impl TrainerBuilder {
         let variables = Variables::of(&self.vars, &self.frozen)?;
         let optimizer = make(&variables.params, variables.params[0].1.device())?;
         let tensors = variables.tensors()?;
+        let device = tensors.params.tensors[0].device();
+        if let Some(options) = &self.compile {
+            Compiled::check(options, device)?;
+        }
+        let mut optimizer = optimizer;
+        if optimizer.as_device().is_some() == device.is_cpu() {
+            let (steps, at) = (optimizer.device(), device.location());
+            let text = format!("the optimizer steps on {steps}, the variables are on {at:?}");
+            return Err(Error::InvalidArgument(text));
+        }
         Ok((variables, tensors, optimizer))
     }
 }

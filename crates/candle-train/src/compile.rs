@@ -17,27 +17,32 @@ pub(crate) struct Compiled {
 }
 
 impl Compiled {
-    /// Enables what `options` ask for.
+    /// Checks the options.
     ///
     /// # Errors
     ///
     /// `fullgraph`: steps are not captured as graphs.
-    pub(crate) fn new(
-        options: CompileOptions,
-        (context, core): (&mut Context, &mut train_step::Trainer),
-        tensors: &ModelTensors,
-    ) -> Result<Self> {
-        let device = tensors.params.tensors[0].device();
+    pub(crate) fn check(options: &CompileOptions, device: &Device) -> Result<()> {
         if options.fullgraph && !device.is_cpu() {
             let text = "compile: `fullgraph` is not supported, because a trainer does not capture steps as graphs: \
                         remove it";
             return Err(Error::InvalidArgument(text.to_owned()));
         }
+        Ok(())
+    }
+
+    /// Enables what `options` ask for.
+    pub(crate) fn new(
+        options: CompileOptions,
+        (context, core): (&mut Context, &mut train_step::Trainer),
+        tensors: &ModelTensors,
+    ) -> Self {
+        let device = tensors.params.tensors[0].device();
         let searches = options.is_engines() && (device.is_cpu() || options.mode.searches());
         context.set_autotune(searches.then_some(options.search_rounds));
         let tunes = !device.is_cpu() && options.mode.searches();
         let tuned = tunes.then(|| tune(tensors, core.optimizer_mut()));
-        Ok(Self { options, tuned })
+        Self { options, tuned }
     }
 
     pub(crate) fn report(&self, context: &Context, device: &Device) -> CompileReport {

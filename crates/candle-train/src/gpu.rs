@@ -30,15 +30,6 @@ use train_step::{
 use crate::tensors::{FOREIGN, ModelTensors, OnDevice, Tensors, failed, own};
 
 impl ModelTensors {
-    /// Returns the GPU.
-    ///
-    /// # Errors
-    ///
-    /// If the model is on the host.
-    pub fn on_gpu(&self) -> Result<&Gpu> {
-        self.gpu.as_ref().ok_or_else(|| Error::model("the model is on the host"))
-    }
-
     /// Lends parameters and their gradients to an optimizer on the same device.
     ///
     /// # Errors
@@ -65,6 +56,7 @@ impl ModelTensors {
         let grads = grads.iter().enumerate();
         let grads = grads.map(|(i, grad)| grad.as_ref().map(|g| grad_at(i, g)).transpose());
         let grads = grads.collect::<Result<Vec<_>>>()?;
+        check_streams(tensors, gpu)?;
         let tensors: Vec<_> = tensors.iter().collect();
         let label = |index: usize| format!("`{}`", specs[index].name);
         // SAFETY: `self`, `grads` and `sent` own the tensors. candle writes, reads and frees them
@@ -106,6 +98,7 @@ impl DeviceModel for ModelTensors {
             Averaged::Buffers => buffers.to_vec(),
             Averaged::Model => [params, buffers].concat(),
         };
+        check_streams(&of, self.on_gpu()?)?;
         let counts: Vec<usize> = of.iter().map(Tensor::elem_count).collect();
         let kept = cuda::Averages::new(self.on_gpu()?.clone(), &counts).map_err(averaging)?;
         Ok(Box::new(Averages { of, kept }))
@@ -154,6 +147,18 @@ fn address_of(grad: &dyn DeviceTensor, gpu: &Gpu) -> Result<DeviceSlice> {
     match stream.as_ref() == Some(gpu.stream()) {
         true => Ok(at),
         false => Err(Error::model(FOREIGN)),
+    }
+}
+
+/// Returns an error unless candle uses these tensors in the stream of `gpu`.
+fn check_streams(tensors: &[Tensor], gpu: &Gpu) -> Result<()> {
+    let is_there = |tensor: &Tensor| {
+        let device = tensor.device().as_cuda_device();
+        device.is_ok_and(|device| device.cuda_stream() == *gpu.stream())
+    };
+    match tensors.iter().all(is_there) {
+        true => Ok(()),
+        false => Err(Error::model("a parameter or buffer is not on the model's GPU")),
     }
 }
 

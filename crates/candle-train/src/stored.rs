@@ -327,7 +327,9 @@ impl Trainer {
         let state = self.core.state_mut();
         self.context.set_random_position(state.random_position);
         // Of another version's cache nothing is taken: shapes are timed again.
-        if let Err(error) = self.context.load_autotune_cache(&state.autotune_cache) {
+        if !state.autotune_cache.is_empty()
+            && let Err(error) = self.context.load_autotune_cache(&state.autotune_cache)
+        {
             warn!("the saved autotune cache is not used: {error}");
         }
         Ok(resumed)

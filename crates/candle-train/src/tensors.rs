@@ -3,7 +3,11 @@
 use std::any::Any;
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use std::thread::ThreadId;
+
 use candle_core::{DType, Device, Tensor};
+use collective::ProcessGroup;
 use fused_optim::candle::{slice, tensor};
 #[cfg(feature = "cuda")]
 use fused_optim::cuda::Gpu;
@@ -105,7 +109,24 @@ pub struct ModelTensors {
     pub frozen: Tensors,
     /// Their GPU, with candle's stream; `None` for the host.
     #[cfg(feature = "cuda")]
-    pub gpu: Option<Gpu>,
+    gpu: Option<Gpu>,
+    /// The thread of that stream, if candle may have another stream on other threads.
+    #[cfg(feature = "cuda")]
+    thread: Option<ThreadId>,
+}
+
+/// Returns an error for a group that cannot average in the memory of the variables' device.
+pub(crate) fn check_group(group: &ProcessGroup, tensors: &ModelTensors) -> crate::Result<()> {
+    let is_there = group.world_size() == 1 || group.backend_name() == "nccl";
+    if is_there || tensors.params.tensors[0].device().is_cpu() {
+        return Ok(());
+    }
+    Err(crate::Error::InvalidArgument(format!(
+        "variables on a GPU need a group over NCCL; this one averages by `{}`: {}; remove `group`, or create it with \
+         `GroupOptions::with_cuda_device`",
+        group.backend_name(),
+        group.backend_reason()
+    )))
 }
 
 impl ModelTensors {
@@ -113,8 +134,16 @@ impl ModelTensors {
     /// step.
     pub(crate) fn of_params(params: Tensors) -> crate::Result<Self> {
         let mut tensors = Self { params, ..Self::default() };
-        let mut devices = tensors.params.tensors.iter().map(Tensor::device);
-        if let Some(device) = devices.find(|device| !device.is_cpu()).cloned() {
+        let device = tensors.params.tensors[0].device().clone();
+        let mut others = tensors.params.specs.iter().zip(&tensors.params.tensors);
+        if let Some((spec, other)) = others.find(|(_, of)| !of.device().same_device(&device)) {
+            let (name, at, first) = (&spec.name, other.device().location(), device.location());
+            let text = format!(
+                "`{name}` is on {at:?}; expected {first:?}, the device of the first variable"
+            );
+            return Err(crate::Error::InvalidArgument(text));
+        }
+        if !device.is_cpu() {
             tensors.open(&device)?;
         }
         Ok(tensors)
@@ -126,7 +155,31 @@ impl ModelTensors {
         let gpu = Gpu::on(stream).map_err(candle_core::Error::wrap)?;
         gpu.keep_freed_memory().map_err(candle_core::Error::wrap)?;
         self.gpu = Some(gpu);
+        self.thread = Some(std::thread::current().id());
         Ok(())
+    }
+
+    /// Sets the GPU of all tensors, with candle's stream, which is one for all threads.
+    #[cfg(feature = "cuda")]
+    pub fn set_gpu(&mut self, gpu: Gpu) {
+        self.gpu = Some(gpu);
+    }
+
+    /// Returns the GPU.
+    ///
+    /// # Errors
+    ///
+    /// If the model is on the host; on another thread than a [`Trainer`](crate::Trainer)'s:
+    /// candle's stream may differ there.
+    #[cfg(feature = "cuda")]
+    pub fn on_gpu(&self) -> Result<&Gpu> {
+        let gpu = self.gpu.as_ref().ok_or_else(|| Error::model("the model is on the host"))?;
+        match self.thread.is_none_or(|thread| thread == std::thread::current().id()) {
+            true => Ok(gpu),
+            false => Err(Error::model(
+                "a step on another thread than the one that created the trainer; candle's stream differs there",
+            )),
+        }
     }
 
     #[cfg(not(feature = "cuda"))]

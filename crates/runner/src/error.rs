@@ -80,6 +80,9 @@ impl From<train_step::Error> for Error {
             | E::OtherScaler { .. } => Self::Checkpoint(error.to_string()),
             E::Skipped { .. } => Self::Diverged(error.to_string()),
             E::Spent { .. } => Self::Spent(error.to_string()),
+            E::NotOnDevice { .. } => Self::Config(format!(
+                "device = \"cuda\": {error} with env_cfg.dist_cfg.backend = \"host\""
+            )),
             _ => Self::Config(error.to_string()),
         }
     }

@@ -69,8 +69,7 @@ pub enum Error {
     NoCounts,
     /// An option of the averages is not supported on the device.
     #[error(
-        "device = \"cuda\": averaging gradients by NCCL does not support `{option}`: remove it, or \
-         average on the host with env_cfg.dist_cfg.backend = \"host\""
+        "averaging gradients by NCCL does not support `{option}`: remove it, or average on the host"
     )]
     NotOnDevice {
         /// The option.
@@ -122,7 +121,7 @@ pub enum Error {
     Skipped {
         /// Number of steps skipped in a row.
         steps: usize,
-        /// Loss scale of the next step.
+        /// Loss scale of the last one.
         scale: f32,
         /// The first parameter whose gradient is not finite; `None` if the device reports an
         /// overflow.

@@ -447,3 +447,19 @@ fn a_resumed_run_goes_on_counting_skipped_steps() {
     };
     assert_eq!((run(), run()), (3, 1));
 }
+
+#[test]
+fn the_loss_scale_falls_also_when_each_skipped_step_is_an_error() {
+    let (vars, all) = model(&["w"]);
+    let options = LossScalerOptions { init_scale: 1024.0, ..LossScalerOptions::default() };
+    let builder = Trainer::builder(&vars).group(alone()).max_consecutive_skips(1);
+    let mut train = sgd(builder.loss_scaler(LossScaler::new(options).unwrap()));
+    // Times 1024 or 512 it is infinite.
+    let mut step = || train.step(|| loss(&all[0], 1e36)).map(drop);
+    for scale in ["1024", "512"] {
+        let error = step().unwrap_err().to_string();
+        assert!(error.contains(&format!("at a loss scale of {scale};")), "{error}");
+    }
+    step().unwrap();
+    assert_eq!((train.loss_scale(), train.steps()), (256.0, 1));
+}

@@ -31,7 +31,8 @@ pub type Update = train_step::Update<Losses>;
 ///
 /// # Errors
 ///
-/// Those of [`OptimWrapper::update_params`], and of the engine.
+/// Those of [`OptimWrapper::update_params`], and of the engine. After one of
+/// [`loss_count`](Engine::loss_count) the wrapper is as before.
 pub fn update_params<E: Engine + ?Sized>(
     optim: &mut OptimWrapper,
     (engine, model): (&mut E, &mut dyn ModelWrapper),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use collective::ProcessGroup;
-use collective::reducer::ReducerOptions;
+use collective::reducer::{CommHook, ReducerOptions};
 use fused_optim::{DType, Slice};
 use half::{bf16, f16};
 use parking_lot::Mutex;
@@ -40,8 +40,15 @@ impl Averages {
     pub fn new(
         model: &mut dyn Model,
         group: ProcessGroup,
-        options: ReducerOptions,
+        mut options: ReducerOptions,
     ) -> Result<Self> {
+        if group.world_size() == 1 && model.on_device().is_some() {
+            use CommHook::{AllReduce, Bf16Compress, Fp16Compress};
+            // Nothing is sent, so gradients stay as they are, on their device.
+            if matches!(options.comm_hook, Bf16Compress | Fp16Compress) {
+                options.comm_hook = AllReduce;
+            }
+        }
         let find_unused = options.find_unused_parameters;
         let is_strict = !find_unused && !options.static_graph;
         let specs = model.params().to_vec();

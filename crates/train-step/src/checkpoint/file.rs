@@ -335,14 +335,12 @@ pub trait Number: Copy + Default {
 macro_rules! numbers {
     ($($number:ty)*) => { $(
         impl Number for $number {
-            /// Writes values into bytes.
-    fn to_bytes(values: &[Self], bytes: &mut [u8]) {
+            fn to_bytes(values: &[Self], bytes: &mut [u8]) {
                 let (all, _) = bytes.as_chunks_mut();
                 all.iter_mut().zip(values).for_each(|(bytes, value)| *bytes = value.to_le_bytes());
             }
 
-            /// Reads values from bytes.
-    fn from_bytes(bytes: &[u8], values: &mut [Self]) {
+            fn from_bytes(bytes: &[u8], values: &mut [Self]) {
                 let (all, _) = bytes.as_chunks();
                 values.iter_mut().zip(all).for_each(|(value, bytes)| *value = Self::from_le_bytes(*bytes));
             }

@@ -56,11 +56,11 @@ pub trait Stored {
         None
     }
 
-    /// Checks the program's own state before a save.
+    /// Checks the program's own state before a save, and before a resume.
     ///
     /// # Errors
     ///
-    /// The reason why it cannot be saved.
+    /// The reason why it can be neither saved nor resumed.
     fn check_saved(&self) -> Result<(), BoxError> {
         Ok(())
     }

@@ -129,9 +129,8 @@ impl OptimWrapper {
         self
     }
 
-    /// Adds a source that detects overflows on devices whose values do not show them
-    /// ([`Placement::overflows`](crate::placement::Placement::overflows)). Each rank's gradients
-    /// are checked before they are averaged, and the source is called at each step.
+    /// Adds a source that detects overflows on devices whose values do not show them. Each rank's
+    /// gradients are checked before they are averaged, and the source is called at each step.
     #[must_use]
     pub fn with_overflows(mut self, source: Option<Overflows>) -> Self {
         self.overflow = source.map(OverflowCheck::new);
@@ -440,12 +439,14 @@ impl OptimWrapper {
         self.counts.clear();
         let is_skipped = applied == Applied::SkippedNonFinite;
         self.skipped = if is_skipped { self.skipped + 1 } else { 0 };
+        let scale = self.loss_scale();
+        // First, so that a caller who goes on after an error has the next scale.
+        let updated = self.scaler.update(is_skipped);
         if self.skipped >= self.max_skipped {
             let parameter = first_non_finite(ctl.grad_scale, model, wrapper)?;
-            let (steps, scale) = (self.skipped, self.loss_scale());
-            return Err(Error::Skipped { steps, scale, parameter });
+            return Err(Error::Skipped { steps: self.skipped, scale, parameter });
         }
-        self.scaler.update(is_skipped)?;
+        updated?;
         Ok(())
     }
 

@@ -212,7 +212,9 @@ impl Trainer {
             Optimizer::Dict(dict) => &dict.layout(),
         };
         if layout.params.is_empty() && !tensors.is_empty() {
-            return Err("the optimizer's state has no names".into());
+            return Err("the optimizer's state has no names, so its order of variables is not known: write names and \
+                        shapes into `StateDict::params`"
+                .into());
         }
         self.optimizer_mut().check_state(layout).map_err(|error| {
             format!(
@@ -297,7 +299,8 @@ impl Trainer {
 /// Reads the optimizer's state of a checkpoint of [`Trainer`], or of a state dict in a file of its
 /// own, as `runner`'s checkpoints have it: to begin another run with it, by
 /// [`load_state_dict`](fused_optim::Optimizer::load_state_dict), which assigns state by the names
-/// of parameters.
+/// of parameters, and takes the saved hyper-parameters, the last learning rate included: set them
+/// again if the new run has others. Groups have to be the same.
 ///
 /// # Errors
 ///

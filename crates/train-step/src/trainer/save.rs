@@ -170,6 +170,11 @@ impl Trainer {
         });
         let bytes: Vec<_> = own.chain([(names.trainer(), &progress[..])]).collect();
 
+        if let Some((name, dtype, _)) =
+            tensors.iter().find(|(_, dtype, _)| ![8, 16, 32, 64].contains(&dtype.bitsize()))
+        {
+            return Err(format!("`{name}` of {dtype:?} cannot be saved").into());
+        }
         // The widest types first, so that all data are aligned.
         let is_wide = |(_, dtype, _): &Entry, bits: usize| dtype.bitsize() == bits;
         let of_width = |bits: usize| {
@@ -181,10 +186,14 @@ impl Trainer {
         entries.extend(bytes.iter().map(|(name, all)| (name.clone(), Dtype::U8, vec![all.len()])));
         let mut writer = Writer::new(new, entries)?;
         for bits in [64, 32, 16, 8] {
-            model.write(&mut writer, &|index| is_wide(&tensors[index], bits), eval)?;
-            let is_trained =
-                |index: usize| trained.get(index).is_some_and(|entry| is_wide(entry, bits));
-            model.write(&mut writer, &is_trained, None)?;
+            if tensors.iter().any(|entry| is_wide(entry, bits)) {
+                model.write(&mut writer, &|index| is_wide(&tensors[index], bits), eval)?;
+            }
+            if trained.iter().any(|entry| is_wide(entry, bits)) {
+                let is_trained =
+                    |index: usize| trained.get(index).is_some_and(|entry| is_wide(entry, bits));
+                model.write(&mut writer, &is_trained, None)?;
+            }
             if bits == 32 {
                 self.optimizer().visit_state(&mut |_, _, values| writer.values(values))?;
             }

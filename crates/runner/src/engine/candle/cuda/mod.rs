@@ -63,7 +63,7 @@ impl Cuda {
         unsafe { device.disable_event_tracking() };
         let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
         gpu.keep_freed_memory().map_err(failed)?;
-        tensors.gpu = Some(gpu.clone());
+        tensors.set_gpu(gpu.clone());
         Ok(Some(Self {
             inputs: Inputs::new(gpu.clone()),
             gpu,

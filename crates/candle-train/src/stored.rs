@@ -13,6 +13,8 @@ use tracing::warn;
 use train_step::checkpoint::{Entry, Number, Reader, Stored, Writer};
 use train_step::{BoxError, EngineState};
 
+#[cfg(doc)]
+use crate::Error;
 use crate::eval::eval_tensor;
 use crate::tensors::Tensors;
 use crate::variables::Variables;

@@ -11,6 +11,8 @@ use tracing::debug_span;
 use train_data::Array;
 use train_step::{CompileReport, Outcome, StepContext};
 
+#[cfg(doc)]
+use crate::Clip;
 use crate::age::check_age;
 use crate::backward::ParamIndex;
 use crate::compile::Compiled;

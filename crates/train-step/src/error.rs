@@ -62,6 +62,20 @@ pub enum Error {
         /// The number.
         count: f64,
     },
+    /// A gradient was reported for a parameter that does not exist.
+    #[error("a gradient was reported for parameter {index}; there are {count} parameters")]
+    NoParameter {
+        /// The index.
+        index: usize,
+        /// Number of parameters.
+        count: usize,
+    },
+    /// A model lends other tensors than it names.
+    #[error("{reason}")]
+    WrongTensors {
+        /// The tensor, and how it differs.
+        reason: String,
+    },
     /// A wrapper does not exchange the counts of ranks.
     #[error(
         "this model wrapper does not support a model with `loss_count`: implement `mean_over_ranks`"

@@ -56,6 +56,11 @@ struct Inner {
 }
 
 impl Inner {
+    fn check_index(&self, index: usize) -> Result<()> {
+        let count = self.route.len();
+        if index < count { Ok(()) } else { Err(Error::NoParameter { index, count }) }
+    }
+
     /// Returns a gradient in its bucket.
     fn in_bucket(&self, index: usize) -> Option<Slice<'_>> {
         let (part, at) = self.route[index];
@@ -239,6 +244,7 @@ fn info(param: &TensorSpec) -> ParamInfo {
 
 impl GradSink for Inner {
     fn ready(&mut self, index: usize, grad: Slice<'_>) -> Result<()> {
+        self.check_index(index)?;
         let (part, index) = self.route[index];
         let reducer = &mut self.reducers[part];
         match grad {
@@ -252,6 +258,7 @@ impl GradSink for Inner {
     /// Stores the gradient, or averages it on the device, after adding gradients of earlier passes
     /// or of a checkpoint.
     fn ready_on_device(&mut self, index: usize, mut grad: Box<dyn DeviceTensor>) -> Result<()> {
+        self.check_index(index)?;
         if !self.alone && self.buckets.is_empty() {
             return self.ready(index, grad.to_host()?.as_slice());
         }

@@ -80,8 +80,9 @@ pub type Entry = (String, Dtype, Vec<usize>);
 pub struct Writer<'a> {
     file: BufWriter<&'a File>,
     crc: Hasher,
-    /// Number of bytes written.
+    /// Number of bytes written, and of those that the header tells.
     len: u64,
+    end: u64,
     piece: Vec<u8>,
 }
 
@@ -106,7 +107,8 @@ impl<'a> Writer<'a> {
             return Err("the names of the variables are too long for a safetensors header".into());
         }
         let file = BufWriter::with_capacity(PIECE, file);
-        let mut writer = Self { file, crc: Hasher::new(), len: 0, piece: Vec::new() };
+        let end = 8 + header.len() as u64 + end as u64;
+        let mut writer = Self { file, crc: Hasher::new(), len: 0, end, piece: Vec::new() };
         writer.bytes(&(header.len() as u64).to_le_bytes())?;
         writer.bytes(&header)?;
         Ok(writer)
@@ -145,6 +147,11 @@ impl<'a> Writer<'a> {
     ///
     /// Those of the file.
     pub fn finish(self) -> io::Result<Id> {
+        if self.len != self.end {
+            let (len, end) = (self.len, self.end);
+            let text = format!("{len} bytes were written, and the tensors' shapes tell {end}");
+            return Err(io::Error::other(text));
+        }
         let digits = format!("{:08x}", self.crc.finalize());
         let file = self.file.into_inner().map_err(IntoInnerError::into_error)?;
         file.write_all_at(digits.as_bytes(), DIGITS.start as u64)?;

@@ -239,9 +239,10 @@ impl TrainerBuilder {
     /// Checks this rank's options.
     fn prepare<M: Model>(
         &self,
-        model: M,
+        mut model: M,
         mut optimizer: Box<dyn Optimizer>,
     ) -> Result<Prepared<M>> {
+        check_tensors(&mut model)?;
         let params = model.params();
         let reserved = params.iter().chain(model.buffers()).chain(model.frozen());
         if let Some(spec) = reserved.into_iter().find(|spec| super::is_reserved(&spec.name)) {
@@ -364,6 +365,49 @@ fn broadcast_all(model: &mut dyn Model, group: &ProcessGroup) -> Result<()> {
     model.with_frozen(all)
 }
 
+/// Returns an error for a name of two tensors, and for lent slices that are not those of the specs.
+fn check_tensors(model: &mut dyn Model) -> Result<()> {
+    let all =
+        [("params", model.params()), ("buffers", model.buffers()), ("frozen", model.frozen())];
+    let mut names = HashSet::new();
+    if let Some(spec) = all.iter().flat_map(|(_, of)| *of).find(|spec| !names.insert(&*spec.name)) {
+        let reason = format!("two tensors are named `{}`; names must be unique", spec.name);
+        return Err(Error::WrongTensors { reason });
+    }
+    // A device lends copies.
+    if model.on_device().is_some() {
+        return Ok(());
+    }
+    let specs = [("params", model.params().to_vec()), ("buffers", model.buffers().to_vec())];
+    let frozen = ("frozen", model.frozen().to_vec());
+    for (kind, specs) in specs.into_iter().chain([frozen]) {
+        let mut check = |slices: &mut [fused_optim::SliceMut<'_>]| {
+            let reason = if slices.len() == specs.len() {
+                let differs = specs.iter().zip(&*slices).find(|(spec, slice)| {
+                    (spec.count(), spec.dtype) != (slice.len(), slice.dtype())
+                });
+                differs.map(|(spec, slice)| {
+                    let (is, dtype) = (slice.len(), slice.dtype());
+                    format!(
+                        "`with_{kind}` lends {is} values of {dtype:?} for `{}`, which is {:?} of {:?}",
+                        spec.name, spec.shape, spec.dtype
+                    )
+                })
+            } else {
+                let (is, has) = (slices.len(), specs.len());
+                Some(format!("`with_{kind}` lends {is} tensors, and `{kind}` names {has}"))
+            };
+            reason.map_or(Ok(()), |reason| Err(Error::WrongTensors { reason }))
+        };
+        match kind {
+            "params" => model.with_params(&mut check)?,
+            "buffers" => model.with_buffers(&mut check)?,
+            _ => model.with_frozen(&mut check)?,
+        }
+    }
+    Ok(())
+}
+
 /// Returns an error for parameters that are in no parameter group: no step would train them.
 fn check_groups(model: &dyn Model, optimizer: &dyn Optimizer) -> Result<()> {
     #[derive(serde::Deserialize)]
@@ -409,4 +453,62 @@ fn check_alike(group: &ProcessGroup, own: &Result<Options, String>) -> Result<()
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use fused_optim::{Sgd, SgdHyper};
+
+    use super::*;
+    use crate::testing::{FakeModel, Values, group};
+
+    fn build(model: &mut FakeModel) -> Result<Trainer> {
+        let sgd = Sgd::with_one_group(SgdHyper::default(), 1)?;
+        Trainer::builder().group(group()).build(model, Box::new(sgd))
+    }
+
+    fn model(buffer: &str) -> FakeModel {
+        FakeModel::new(&[("w", Values::F32(vec![1.0; 2]))], &[(buffer, Values::F32(vec![1.0; 3]))])
+    }
+
+    #[test]
+    fn tensors_other_than_those_named_are_refused_at_build() {
+        build(&mut model("mean")).unwrap();
+        let error = build(&mut model("w")).unwrap_err().to_string();
+        assert_eq!(error, "two tensors are named `w`; names must be unique");
+        let mut other = model("mean");
+        other.buffers.clear();
+        let error = build(&mut other).unwrap_err().to_string();
+        assert_eq!(error, "`with_buffers` lends 0 tensors, and `buffers` names 1");
+        let mut other = model("mean");
+        other.buffers[0] = Values::F32(vec![1.0; 2]);
+        let error = build(&mut other).unwrap_err().to_string();
+        assert_eq!(error, "`with_buffers` lends 2 values of F32 for `mean`, which is [3] of F32");
+    }
+
+    #[test]
+    fn gradient_of_no_parameter_is_an_error_and_the_next_step_is_right() {
+        let mut model = model("mean");
+        let mut train = build(&mut model).unwrap();
+        let grad = fused_optim::Slice::F32(&[1.0; 2]);
+        let error = train.step(&mut model, |_, cx| cx.report(1, grad)).unwrap_err().to_string();
+        assert_eq!(error, "a gradient was reported for parameter 1; there are 1 parameters");
+        train.step(&mut model, |_, cx| cx.report(0, grad)).unwrap();
+        assert!(train.begin_epoch(3, 4).is_err());
+        assert_eq!(train.steps(), 1);
+    }
+
+    #[test]
+    fn save_of_a_tensor_that_has_grown_leaves_the_last_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("run");
+        let mut model = model("mean");
+        let mut train = build(&mut model).unwrap();
+        train.save(&mut model, &path, 1).unwrap();
+        model.buffers[0] = Values::F32(vec![1.0; 4]);
+        let error = train.save(&mut model, &path, 2).unwrap_err().to_string();
+        assert!(error.contains("the tensors' shapes tell"), "{error}");
+        model.buffers[0] = Values::F32(vec![1.0; 3]);
+        assert_eq!(train.resume(&mut model, &path).unwrap(), 1);
+    }
 }

@@ -70,7 +70,8 @@ pub type Schedule = Box<dyn Fn(u64) -> f64 + Send>;
 /// ```
 ///
 /// Every rank must call [`step`](Self::step) (or [`step_weighted`](Self::step_weighted)),
-/// [`mean`](Self::mean), [`sum`](Self::sum), [`save`](Self::save) and [`resume`](Self::resume), or
+/// [`begin_epoch`](Self::begin_epoch), [`zero_grad`](Self::zero_grad), [`mean`](Self::mean),
+/// [`sum`](Self::sum), [`save`](Self::save) and [`resume`](Self::resume), or
 /// their forms with data, in the same order. On the host ranks compare these calls, and an error
 /// names those that differ; on devices, where a step does not wait for the other ranks' hosts, the
 /// error comes with the group's timeout.
@@ -365,13 +366,18 @@ impl Trainer {
         }
     }
 
-    /// Begins an epoch of `len` batches at batch `first`: its last batch ends in a step.
+    /// Begins an epoch of `len` batches at batch `first`: its last batch ends in a step. Every rank
+    /// must call it, with the same numbers.
     ///
     /// # Errors
     ///
-    /// Batches since the last step, of an earlier epoch.
+    /// Batches since the last step, of an earlier epoch; a `first` beyond `len`.
     pub fn begin_epoch(&mut self, len: usize, first: usize) -> Result<()> {
         self.check_pending()?;
+        if first > len {
+            let text = format!("an epoch of {len} batches does not begin at batch {first}");
+            return Err(Error::InvalidArgument(text));
+        }
         self.open = OpenStep::default();
         self.optim.accumulation().initialize_count_status(first, len);
         self.epoch = Some((len, first));

@@ -218,7 +218,7 @@ impl Trainer {
         }
         self.optimizer_mut().check_state(layout).map_err(|error| {
             format!(
-                "{error}: the optimizer, `TrainerBuilder::groups` and `frozen` have to be those of the saved run"
+                "{error}: the optimizer, its groups and the frozen parameters have to be those of the saved run"
             )
         })?;
         if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {

@@ -88,8 +88,8 @@ impl TrainerBuilder {
     }
 
     /// Number of steps skipped in a row, because gradients are not finite, after which the last one
-    /// is an [error](Error::NonFinite). Default: 100. Steps are skipped in mixed precision or with
-    /// a loss scale.
+    /// is an [error](train_step::Error::NonFinite). Default: 100. Steps are skipped in mixed
+    /// precision or with a loss scale.
     pub fn max_consecutive_skips(mut self, steps: usize) -> Self {
         self.core = self.core.max_consecutive_skips(steps);
         self
@@ -497,6 +497,9 @@ fn context(device: &Device, seed: u64, half: Option<DType>) -> Result<Context> {
     let lists = || if device.is_cuda() { Autocast::cuda() } else { Autocast::cpu() };
     Ok(match half {
         None => context,
-        Some(dtype) => context.with_autocast(lists().with_dtype(dtype)?),
+        Some(dtype) => {
+            let lists = lists().with_dtype(dtype).map_err(train_step::Error::from)?;
+            context.with_autocast(lists)
+        }
     })
 }

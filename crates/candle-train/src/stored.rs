@@ -13,12 +13,12 @@ use tracing::warn;
 use train_step::checkpoint::{Entry, Number, Reader, Stored, Writer};
 use train_step::{BoxError, EngineState};
 
-#[cfg(doc)]
-use crate::Error;
 use crate::eval::eval_tensor;
 use crate::tensors::Tensors;
 use crate::variables::Variables;
 use crate::{Result, Trainer};
+#[cfg(doc)]
+use train_step::Error;
 
 /// All variables of a trainer, of any type; first those that are trained.
 struct StoredVariables<'a> {

@@ -20,6 +20,8 @@ use crate::eval::with_eval_weights;
 use crate::tensors::ModelTensors;
 use crate::variables::{Statistics, Variables, is_finite};
 use crate::{Error, Result};
+#[cfg(doc)]
+use train_step::Error::{NonFinite, RankFailed};
 
 /// Result of a batch: its loss, detached, in device memory, and whether the step was taken.
 pub type Step = train_step::Step<Tensor>;
@@ -78,9 +80,9 @@ impl Trainer {
     /// Errors of `forward`; variables created after this trainer; a loss of several elements, or
     /// one that depends on tensors computed before this call, such as an earlier batch's state
     /// without `detach`, or on no trained variable; autocast without an operator to cast; a
-    /// variable without a gradient, by name; a learning rate that is refused; [`Error::NonFinite`]
+    /// variable without a gradient, by name; a learning rate that is refused; [`NonFinite`]
     /// if too many steps in a row were skipped, or the loss scale has fallen to its minimum; on
-    /// several ranks on the CPU [`Error::RankFailed`], another rank that calls another method, and
+    /// several ranks on the CPU [`RankFailed`], another rank that calls another method, and
     /// hyper-parameters that differ.
     ///
     /// After an error no variable has changed, and the statistics of norm layers are as before the
@@ -88,7 +90,7 @@ impl Trainer {
     /// dropped. On one rank the batches after it make a step of full strength. On several ranks
     /// all drop the whole step: its last batch is an error on all, also on the rank that has failed
     /// in an earlier batch. After a failure of the process group, an update that fails (other than
-    /// by [`Error::NonFinite`]), and on several GPUs after any error, all later calls fail, and
+    /// by [`NonFinite`]), and on several GPUs after any error, all later calls fail, and
     /// other ranks may have taken the step.
     pub fn step(&mut self, forward: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Step> {
         self.train(None, forward).map_err(|error| self.failed("step", error))

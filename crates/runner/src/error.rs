@@ -78,7 +78,10 @@ impl From<train_step::Error> for Error {
             | E::NoWrapperState
             | E::SavedScaler
             | E::OtherScaler { .. } => Self::Checkpoint(error.to_string()),
-            E::Skipped { .. } => Self::Diverged(error.to_string()),
+            E::NonFinite { floor: Some(floor), .. } => Self::Amp(floor),
+            E::NonFinite { parameter, skips, scale, floor: None } => {
+                Self::Diverged(skipped(skips, scale, parameter.as_deref()))
+            }
             E::Spent { .. } => Self::Spent(error.to_string()),
             E::NotOnDevice { .. } => Self::Config(format!(
                 "device = \"cuda\": {error} with env_cfg.dist_cfg.backend = \"host\""
@@ -107,6 +110,18 @@ pub(crate) fn without_backtrace(text: &str) -> &str {
     text.split_once("\n   0: ").map_or(text, |(message, _)| message)
 }
 
+fn skipped(steps: usize, scale: f32, parameter: Option<&str>) -> String {
+    let first = parameter.map_or_else(
+        || "the device reports an overflow".to_owned(),
+        |name| format!("the first is that of `{name}`"),
+    );
+    format!(
+        "{steps} optimizer steps in a row were skipped, because gradients are not finite ({first}; loss scale \
+         {scale}): the weights no longer change; lower the learning rate, clip gradients, or look for the data \
+         that cause it; `max_consecutive_skips` of AmpOptimWrapper sets this number"
+    )
+}
+
 /// Second half of the message of [`Error::Interrupted`].
 const fn is_saved(saved: bool) -> &'static str {
     match saved {
@@ -121,6 +136,22 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn skipped_steps_are_told_with_parameter_and_key() {
+        let (parameter, floor) = (Some("w".to_owned()), None);
+        let error = train_step::Error::NonFinite { parameter, skips: 3, scale: 8.0, floor };
+        let error = Error::from(error);
+        assert!(matches!(error, Error::Diverged(_)));
+        let text = error.to_string();
+        assert!(
+            text.starts_with(
+                "3 optimizer steps in a row were skipped, because gradients are not finite (the first is that of \
+                 `w`; loss scale 8)"
+            ),
+            "{text}"
+        );
+    }
 
     #[test]
     fn debug_prints_the_message_without_backtrace() {

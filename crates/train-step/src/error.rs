@@ -130,23 +130,13 @@ pub enum Error {
         /// The cause.
         source: amp::Error,
     },
-    /// Too many optimizer steps in a row were skipped because gradients were not finite.
-    #[error("{}", skipped(*steps, *scale, parameter.as_deref()))]
-    Skipped {
-        /// Number of steps skipped in a row.
-        steps: usize,
-        /// Loss scale of the last one.
-        scale: f32,
-        /// The first parameter whose gradient is not finite; `None` if the device reports an
-        /// overflow.
-        parameter: Option<String>,
-    },
     /// Too many steps in a row were skipped because gradients were not finite, or the loss scale
     /// has fallen to its minimum.
-    #[error("{}", non_finite(parameter, *skips, *scale, floor.as_ref()))]
+    #[error("{}", non_finite(parameter.as_deref(), *skips, *scale, floor.as_ref()))]
     NonFinite {
-        /// The first parameter, by name, whose averaged gradient is infinite or NaN.
-        parameter: String,
+        /// The first parameter, by name, whose averaged gradient is infinite or NaN; `None` if the
+        /// device reports an overflow.
+        parameter: Option<String>,
         /// Number of steps skipped in a row.
         skips: usize,
         /// The loss scale of the last one.
@@ -215,27 +205,22 @@ const fn scaler_hint(is_missing: bool) -> &'static str {
     }
 }
 
-fn skipped(steps: usize, scale: f32, parameter: Option<&str>) -> String {
-    let first = parameter.map_or_else(
-        || "the device reports an overflow".to_owned(),
-        |name| format!("the first is that of `{name}`"),
-    );
-    format!(
-        "{steps} optimizer steps in a row were skipped, because gradients are not finite ({first}; loss scale \
-         {scale}): the weights no longer change; lower the learning rate, clip gradients, or look for the data \
-         that cause it; `max_consecutive_skips` of AmpOptimWrapper sets this number"
-    )
-}
-
-fn non_finite(parameter: &str, skips: usize, scale: f32, floor: Option<&amp::Error>) -> String {
+fn non_finite(
+    parameter: Option<&str>,
+    skips: usize,
+    scale: f32,
+    floor: Option<&amp::Error>,
+) -> String {
+    let what = match parameter {
+        Some(name) => format!("the gradient of `{name}` is not finite"),
+        None => "the device reports an overflow".to_owned(),
+    };
     let limit = match floor {
         Some(floor) => format!("; {floor}"),
         None => "; check that the loss is finite, or see `TrainerBuilder::max_consecutive_skips`"
             .to_owned(),
     };
-    format!(
-        "skipped {skips} steps in a row: the gradient of `{parameter}` is not finite, at a loss scale of {scale}{limit}"
-    )
+    format!("skipped {skips} steps in a row: {what}, at a loss scale of {scale}{limit}")
 }
 
 /// Result type of this crate.

@@ -43,7 +43,7 @@ pub use groups::{Multipliers, Paramwise};
 pub use model::{DeviceModel, Model, Visit, broadcast, has_non_finite, round_into, to_f32};
 pub use optim::{
     MAX_CONSECUTIVE_SKIPS, Member, OptimWrapper, OptimWrapperState, OptimizerDict, Overflows,
-    PendingCounts, Update, assign, first_non_finite,
+    PendingCounts, Update, assign,
 };
 pub use schedule::{
     Anneal, Comparison, Floor, NOT_BY_EPOCHS, OneCycle, Param, Plateau, RunLength, Scheduler,

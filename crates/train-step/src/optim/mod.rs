@@ -17,7 +17,6 @@ pub(crate) use buffers::BuffersBefore;
 pub use counts::PendingCounts;
 pub use dict::{Member, OptimizerDict, assign};
 pub use overflow::Overflows;
-pub use run::first_non_finite;
 pub use wrapper::{MAX_CONSECUTIVE_SKIPS, OptimWrapper};
 
 /// State of a wrapper that a run resumes from.

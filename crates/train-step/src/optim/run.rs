@@ -55,7 +55,7 @@ impl OptimizerStep<'_> {
 /// # Errors
 ///
 /// Those of copies from a device.
-pub fn first_non_finite(
+pub(super) fn first_non_finite(
     scale: f32,
     model: &dyn Model,
     wrapper: &dyn ModelWrapper,

@@ -26,10 +26,10 @@ use tracing::debug_span;
 use super::buffers::BuffersBefore;
 use super::counts::{LossCounts, PendingCounts, ZeroSink};
 use super::overflow::OverflowCheck;
+use super::run::first_non_finite;
 use super::{Member, OptimWrapperState, OptimizerDict, Overflows, Update};
 use crate::{
     Accumulation, EngineState, Error, Model, ModelWrapper, OptimizerStep, Result, StepContext,
-    first_non_finite,
 };
 
 /// Drives an optimizer: accumulation, loss scale, clipping. It is MMEngine's `OptimWrapper`,
@@ -279,7 +279,7 @@ impl OptimWrapper {
     /// # Errors
     ///
     /// Those of `run`, of communication, and of the optimizer; a loss scale that has reached its
-    /// minimum; [`Error::Skipped`] after too many skipped steps in a row; [`Error::NoGradients`] if
+    /// minimum; [`Error::NonFinite`] after too many skipped steps in a row; [`Error::NoGradients`] if
     /// no parameter has a gradient. After an error each later call is [`Error::Spent`], because
     /// gradients of the failed batch may be left.
     pub fn update_params<M: Model + ?Sized, R, E: From<Error> + Display>(
@@ -380,12 +380,6 @@ impl OptimWrapper {
         Ok(applied)
     }
 
-    /// Returns the factor by which the step multiplies gradients, without that of their counts.
-    #[must_use]
-    pub fn inv_scale(&self) -> f32 {
-        self.scaler.inv_scale()
-    }
-
     /// Returns the norm of the averaged gradients of the last batch's step before clipping, if the
     /// step was taken and clips by norm.
     #[must_use]
@@ -441,13 +435,12 @@ impl OptimWrapper {
         self.skipped = if is_skipped { self.skipped + 1 } else { 0 };
         let scale = self.loss_scale();
         // First, so that a caller who goes on after an error has the next scale.
-        let updated = self.scaler.update(is_skipped);
-        if self.skipped >= self.max_skipped {
-            let parameter = first_non_finite(ctl.grad_scale, model, wrapper)?;
-            return Err(Error::Skipped { steps: self.skipped, scale, parameter });
+        let floor = self.scaler.update(is_skipped).err();
+        if floor.is_none() && self.skipped < self.max_skipped {
+            return Ok(());
         }
-        updated?;
-        Ok(())
+        let parameter = first_non_finite(ctl.grad_scale, model, wrapper)?;
+        Err(Error::NonFinite { parameter, skips: self.skipped, scale, floor })
     }
 
     /// Runs `call` unless an earlier call has failed.
@@ -650,7 +643,7 @@ mod tests {
 
     #[test]
     fn too_many_skipped_steps_in_a_row_are_an_error_with_parameter_and_scale() {
-        for (scaler, scale) in [(fixed(8.0), "8"), (LossScaler::disabled(), "1")] {
+        for (scaler, scale) in [(fixed(8.0), 8.0), (LossScaler::disabled(), 1.0)] {
             let (mut model, mut wrapper, optim) = parts(1, scaler);
             let mut optim = optim.with_max_consecutive_skips(3);
             for gradient in [f32::INFINITY, f32::NAN, 0.5, f32::NAN, f32::NAN] {
@@ -658,13 +651,11 @@ mod tests {
                 update(&mut model, &mut wrapper, &mut optim).unwrap();
             }
             let error = update(&mut model, &mut wrapper, &mut optim).unwrap_err();
-            assert!(matches!(error, Error::Skipped { .. }));
-            let text = error.to_string();
-            let says = format!(
-                "3 optimizer steps in a row were skipped, because gradients are not finite (the first is that of \
-                 `w`; loss scale {scale})"
-            );
-            assert!(text.starts_with(&says), "{text}");
+            let Error::NonFinite { parameter, skips, scale: last, floor } = error else {
+                panic!("{error}")
+            };
+            assert_eq!((parameter.as_deref(), skips, last), (Some("w"), 3, scale));
+            assert!(floor.is_none());
             assert_eq!(*weights(&model), all(0.75));
         }
         // A resumed run goes on counting.

@@ -26,7 +26,7 @@ pub use self::resume::optimizer_state;
 use crate::checkpoint::Places;
 use crate::{
     Averages, BatchRole, DeviceTensor, EngineState, Error, GradSink, Model, OptimWrapper, Result,
-    Schedules, StepContext, first_non_finite,
+    Schedules, StepContext,
 };
 
 /// Factor of the learning rates as a function of the number of steps taken.
@@ -329,26 +329,9 @@ impl Trainer {
     fn update(&mut self, model: &mut dyn Model, divisor: f64, total: f64) -> Result<Applied> {
         // 1, if all batches have the same count.
         let factor = divisor * self.world_size() as f64 * self.open.unit / total;
-        let scale = self.optim.loss_scale();
-        let grad_scale = (f64::from(self.optim.inv_scale()) * factor) as f32;
-        let gradients = self.averages.gradients_mut();
-        match self.optim.apply(factor, model, gradients) {
-            Ok(applied) => {
-                self.steps += u64::from(applied != Applied::SkippedNonFinite);
-                Ok(applied)
-            }
-            Err(Error::Skipped { steps, scale, parameter }) => {
-                let parameter = parameter.unwrap_or_else(|| "?".to_owned());
-                Err(Error::NonFinite { parameter, skips: steps, scale, floor: None })
-            }
-            Err(Error::LossScale(floor)) => {
-                let parameter = first_non_finite(grad_scale, model, self.averages.gradients())?;
-                let parameter = parameter.unwrap_or_else(|| "?".to_owned());
-                let skips = self.optim.skipped();
-                Err(Error::NonFinite { parameter, skips, scale, floor: Some(floor) })
-            }
-            Err(error) => Err(error),
-        }
+        let applied = self.optim.apply(factor, model, self.averages.gradients_mut())?;
+        self.steps += u64::from(applied != Applied::SkippedNonFinite);
+        Ok(applied)
     }
 
     /// Steps the [schedulers](TrainerBuilder::schedulers) that depend on a metric

@@ -278,10 +278,10 @@ impl OptimWrapper {
     ///
     /// # Errors
     ///
-    /// Those of `run`, of communication, and of the optimizer; a loss scale that has reached its
-    /// minimum; [`Error::NonFinite`] after too many skipped steps in a row; [`Error::NoGradients`] if
-    /// no parameter has a gradient. After an error each later call is [`Error::Spent`], because
-    /// gradients of the failed batch may be left.
+    /// Those of `run`, of communication, and of the optimizer; [`Error::NonFinite`] after too many
+    /// skipped steps in a row, and for a loss scale that has reached its minimum;
+    /// [`Error::NoGradients`] if no parameter has a gradient. After an error each later call is
+    /// [`Error::Spent`], because gradients of the failed batch may be left.
     pub fn update_params<M: Model + ?Sized, R, E: From<Error> + Display>(
         &mut self,
         (model, wrapper): (&mut M, &mut dyn ModelWrapper),

@@ -254,8 +254,9 @@ impl TrainerBuilder {
         check_groups(&model, &*optimizer)?;
         let (every, max_skips) = (self.accumulate, self.max_consecutive_skips);
         if every == 0 || max_skips == 0 {
-            let text = "`accumulate` and `max_consecutive_skips` must be at least 1";
-            return Err(Error::InvalidArgument(text.to_owned()));
+            let option = if every == 0 { "accumulate" } else { "max_consecutive_skips" };
+            let text = format!("`{option}` must be at least 1");
+            return Err(Error::InvalidArgument(text));
         }
         let groups = 0..optimizer.group_count();
         let base_lrs = groups.map(|group| optimizer.lr(group)).collect::<Result<_, _>>()?;

@@ -353,7 +353,7 @@ fn check_entries(
     let known: HashSet<&String> = tensors.iter().map(|(name, ..)| name).collect();
     let others = file.names().filter(|name| !known.contains(name));
     match others.filter(|name| !name.starts_with(names.0)).min() {
-        Some(name) => Err(format!("the model has no variable `{name}`").into()),
+        Some(name) => Err(format!("it has `{name}`, which the model does not have").into()),
         None => Ok(()),
     }
 }
@@ -391,7 +391,7 @@ fn check_reserved(
 /// Compares a tensor with an entry of a file.
 fn check_entry(file: &Reader, entry: &str, (_, dtype, shape): &Entry) -> Result<(), BoxError> {
     let Some(info) = file.info(entry) else {
-        return Err(format!("no variable `{entry}`").into());
+        return Err(format!("it has no `{entry}`: it belongs to another model").into());
     };
     if info.shape != *shape || info.dtype != *dtype {
         let (had, of) = (&info.shape, info.dtype);

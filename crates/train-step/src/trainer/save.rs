@@ -121,10 +121,7 @@ impl Trainer {
     ) -> Result<Part, String> {
         self.check_whole().map_err(|error| error.to_string())?;
         model.check_saved().map_err(|error| error.to_string())?;
-        if self.pending > 0 {
-            let pending = self.pending;
-            return Err(format!("save after a step: {pending} batches wait for the next one"));
-        }
+        self.check_pending().map_err(|error| format!("save after a step: {error}"))?;
         let random_position = model.random_position().unwrap_or(self.state.random_position);
         let autotune_cache =
             model.autotune_cache().unwrap_or_else(|| self.state.autotune_cache.clone());

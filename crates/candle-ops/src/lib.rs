@@ -92,6 +92,7 @@ pub use autocast::{autocast, cast, lowered_operators, mixed_types_advice};
 pub use conv::transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose2d, conv1d};
 pub use conv::{ConvOptions, conv2d};
 pub use elementwise::dropout::dropout;
+pub use elementwise::random::{gumbel_softmax, rand, randn};
 pub use elementwise::{Normalization, add, add_relu, normalize, relu};
 pub use error::Error;
 pub use graph::tape::{Sources, Tape, record};

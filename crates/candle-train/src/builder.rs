@@ -192,7 +192,8 @@ impl TrainerBuilder {
         self
     }
 
-    /// Seed of the order of samples, and, with the rank, of dropout. Default: 0.
+    /// Seed of the order of samples, and, with the rank, of dropout and of
+    /// [`candle_ops::randn`]. Default: 0. Initial weights are seeded by [`seeded`](crate::seeded).
     pub fn seed(mut self, seed: u64) -> Self {
         (self.seed, self.core) = (seed, self.core.seed(seed));
         self

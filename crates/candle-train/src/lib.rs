@@ -77,6 +77,7 @@ pub use amp::{LossScaler, LossScalerOptions};
 pub use averages::DataParallel;
 pub use backward::ParamIndex;
 pub use builder::{IntoOptimizer, TrainerBuilder, device};
+pub use candle_ops::nn::seeded;
 pub use collective::reducer::ReducerOptions;
 pub use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 pub use data::tensor;

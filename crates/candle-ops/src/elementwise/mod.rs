@@ -1,7 +1,8 @@
-//! Element-wise operators: ReLU, addition, image normalization.
+//! Element-wise operators: ReLU, addition, image normalization, random numbers.
 
 pub(crate) mod dispatch;
 pub(crate) mod dropout;
+pub(crate) mod random;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{

@@ -43,6 +43,8 @@
 //!   uniform within `1 / sqrt(fan_in)`; candle-nn's weights are normally distributed.
 //! * `weight` and `bias` have the builder's dtype, except that norm layers have `f32` parameters if
 //!   the builder's dtype is in half precision. The statistics of a [`BatchNorm`] are always `f32`.
+//! * [`seeded`] is a [`VarBuilder`] whose initial values are drawn by seed and name: candle's own
+//!   cannot be drawn again.
 //! * Dropout uses the random numbers of the entered [`Context`](crate::Context), so a run resumes
 //!   exactly; training with dropout outside of a context is an error.
 //! * `cudnn_fwd_algo` in the configurations of convolutions has no effect.
@@ -63,13 +65,15 @@ pub mod loss;
 pub mod ops;
 mod parameter;
 pub mod rotary_emb;
+pub mod sampling;
+mod seeded;
 
 use candle_core::{DType, Result, Tensor};
 pub use candle_core::{Module, ModuleT};
 pub use candle_nn::{
     AdamW, Func, FuncT, GRU, GRUConfig, Init, LSTM, LSTMConfig, Optimizer, PReLU, ParamsAdamW, RNN,
     SGD, Sequential, VarBuilder, VarMap, encoding, func, func_t, gru, init, kv_cache, lstm, optim,
-    prelu, rnn, sampling, seq, sequential, var_builder, var_map,
+    prelu, rnn, seq, sequential, var_builder, var_map,
 };
 
 pub use activation::Activation;
@@ -88,6 +92,7 @@ pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use lora::{LoraOptions, lora};
 pub use ops::Dropout;
 pub use parameter::check_size;
+pub use seeded::{initial_values, seeded};
 
 use self::parameter::parameter_of;
 

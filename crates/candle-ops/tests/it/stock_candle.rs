@@ -486,6 +486,8 @@ fn rows(page: &str) -> BTreeSet<String> {
 #[test]
 fn the_page_has_a_row_for_each_of_them_and_no_other() {
     let page = include_str!("../../src/stock_candle.md");
+    // Random numbers have no gradient to compare.
+    let (page, _) = page.split_once("## Random numbers").unwrap();
     let cases = WRONG_ONES.iter().chain(WRONG_IN_HALF).chain(WITHOUT);
     let row = |(what, ..): &Case| what.split(": ").next().unwrap().to_owned();
     let mut cases: BTreeSet<String> = cases.map(row).collect();

@@ -5,14 +5,14 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use candle_core::{Device, Module};
+use candle_core::{DType, Device, Module};
 use candle_nn::VarMap;
-use candle_ops::cross_entropy;
+use candle_ops::{cross_entropy, randn};
 use candle_train::train_data::{
     Array, ArrayData, Batch, BoxError, DataLoader, Dataset, DefaultSampler, Sample, SampleRng,
     Stream, StreamLoader, StreamOptions, Workers,
 };
-use candle_train::{AdamWHyper, Trainer, tensor};
+use candle_train::{AdamWHyper, Trainer, seeded, tensor};
 use collective::ProcessGroup;
 use rand_chacha::rand_core::Rng;
 
@@ -59,6 +59,35 @@ fn a_resumed_run_has_the_bits_of_the_undisturbed() {
         assert_eq!(train.resume(&parts).unwrap(), 4);
     });
     assert_eq!(fs::read(&whole).unwrap().len(), fs::read(&parts).unwrap().len());
+}
+
+#[test]
+fn two_seeded_starts_are_equal_and_noise_is_resumed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    let train = |seed, epochs: [usize; 2]| {
+        let vars = VarMap::new();
+        let net = Net::new(seeded(&vars, seed, DType::F32, &Device::Cpu)).unwrap();
+        let mut train = Trainer::builder(&vars).seed(seed).build(AdamWHyper::default()).unwrap();
+        if epochs[0] > 0 {
+            assert_eq!(train.resume(&path).unwrap(), epochs[0]);
+        }
+        for epoch in epochs[0]..epochs[1] {
+            let (x, y) = batch(&[epoch as u32, 5, 9]);
+            let loss = || {
+                let noise = randn(0.0, 0.5, x.shape(), DType::F32, &Device::Cpu)?;
+                cross_entropy(&net.forward(&(&x + noise)?)?, &y)
+            };
+            train.step(loss).unwrap();
+            train.save(&path, epoch + 1).unwrap();
+        }
+        weights(&vars)
+    };
+    let whole = train(1, [0, 4]);
+    assert_eq!(train(1, [0, 4]), whole);
+    assert_ne!(train(2, [0, 4]), whole);
+    train(1, [0, 2]);
+    assert_eq!(train(1, [2, 4]), whole);
 }
 
 #[test]

@@ -31,10 +31,11 @@ use amp::Autocast;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::Init;
 
+use super::CandleEngine;
 use super::model::Loss;
 use super::ops::allows_tf32;
 use super::ops::context::{random_position, set_random_position, without_autotune};
-use super::{CandleEngine, init};
+use super::ops::nn::initial_values;
 use crate::config::unknown;
 use crate::data::Batch;
 use crate::engine::{StepContext, TensorSpec, WrongGradient};
@@ -81,7 +82,7 @@ impl<'a> Probe<'a> {
             let normal = Init::Randn { mean: 0.0, stdev: if size > 0.0 { size } else { of_zeros } };
             // Not the stream of the initial values, which would equal the direction.
             let name = format!("direction of {}", spec.name);
-            let values = init::values(normal, param.shape(), 0, &name);
+            let values = initial_values(normal, param.shape(), 0, &name);
             // Parameters of half types are moved in f32.
             let wide = if param.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
             Tensor::from_vec(values, param.shape(), param.device())?.to_dtype(wide)

@@ -43,7 +43,6 @@
 #[cfg_attr(not(feature = "cuda"), path = "no_cuda.rs")]
 mod cuda;
 mod gradcheck;
-mod init;
 mod model;
 mod params;
 mod report;

@@ -18,10 +18,10 @@ use candle_nn::{Init, VarBuilder};
 use candle_train::{ModelTensors, ParamIndex, is_buffer, report};
 use parking_lot::Mutex;
 
-use super::ops::nn::check_size;
 use super::ops::nn::lora::{adapted_layer, fits, is_frozen};
+use super::ops::nn::{check_size, initial_values};
 use super::ops::{Sources, Tape};
-use super::{init, optim_dtype};
+use super::optim_dtype;
 use crate::engine::{SharedSink, TensorSpec};
 use crate::{Error, Result};
 
@@ -148,7 +148,7 @@ impl SimpleBackend for Backend {
         }
         // Initial values are computed in host memory.
         check_size(name, &shape, dtype, &Device::Cpu)?;
-        let values = init::values(init, &shape, self.seed, name);
+        let values = initial_values(init, &shape, self.seed, name);
         let dims = shape.dims().to_vec();
         let spec = TensorSpec { name: name.to_owned(), shape: dims, dtype: optim_dtype(dtype)? };
         let tensor = if is_buffer(name) {

@@ -1,0 +1,3 @@
+//! Samples from distributions.
+
+pub use crate::gumbel_softmax;

@@ -438,7 +438,7 @@ fn newest_checkpoint(from: PathBuf) -> Result<PathBuf> {
     } else {
         from
     };
-    let none = || Error::Checkpoint(format!("{}: has no checkpoint", work_dir.display()));
+    let none = || checkpoint::bad(&work_dir, "has no checkpoint");
     if !work_dir.is_dir() {
         return Err(none());
     }

@@ -1,6 +1,9 @@
 //! `Error`, the error type of this crate.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
+
+use train_step::BoxError;
 
 /// An error of the runner or of a crate below it.
 ///
@@ -15,17 +18,70 @@ pub enum Error {
     #[error("{0}")]
     Data(String),
     /// The tensor engine failed. Display omits a backtrace that its library appended to the text.
-    #[error("{}", without_backtrace(.0))]
-    Engine(String),
-    /// A checkpoint is missing, damaged, or of another model.
-    #[error("{0}")]
-    Checkpoint(String),
-    /// Gradients or weights are no longer finite.
-    #[error("{0}")]
-    Diverged(String),
-    /// The object cannot be used after an earlier error, which the text repeats.
-    #[error("{0}")]
-    Spent(String),
+    #[error("{}", without_backtrace(message))]
+    Engine {
+        /// The text, with that of the cause.
+        message: String,
+        /// The cause, such as a `candle_core::Error`; `None` if the engine itself refuses.
+        source: Option<BoxError>,
+    },
+    /// A checkpoint is missing, damaged, in use, or of another model or run.
+    #[error("{message}")]
+    Checkpoint {
+        /// The checkpoint, its file, or the work directory; `None` if only the message says.
+        path: Option<PathBuf>,
+        /// The text, with the path and the cause.
+        message: String,
+        /// The cause, if another library found it.
+        source: Option<BoxError>,
+    },
+    /// Optimizer steps were skipped `max_consecutive_skips` times in a row, because gradients are
+    /// not finite.
+    #[error("{}", skipped(*skips, *scale, parameter.as_deref()))]
+    StepsSkipped {
+        /// The first parameter with such a gradient; `None` if the device reports an overflow.
+        parameter: Option<String>,
+        /// Number of steps skipped in a row.
+        skips: usize,
+        /// The loss scale of the last one.
+        scale: f32,
+    },
+    /// `CheckInvalidLossHook` found a loss that is infinite or NaN.
+    #[error(
+        "the loss is {loss} at iteration {iter} on rank {rank}; lower the learning rate, or clip gradients"
+    )]
+    InvalidLoss {
+        /// The loss.
+        loss: f64,
+        /// The iteration, counted from 1.
+        iter: usize,
+        /// The rank.
+        rank: usize,
+    },
+    /// Weights or gradients are not finite at the end of training.
+    #[error(
+        "training has diverged: {what} not finite at the end, iteration {iter}{}; {}; lower the learning rate, \
+         or clip gradients",
+        not_finite_since(*.since), last_good(good.as_deref())
+    )]
+    Diverged {
+        /// The first tensor that is not finite, as a subject: "`fc.weight` of rank 1 is".
+        what: String,
+        /// Number of iterations trained.
+        iter: usize,
+        /// Since when it is known.
+        since: Option<NotFiniteSince>,
+        /// The last checkpoint that is finite.
+        good: Option<PathBuf>,
+    },
+    /// The object cannot be used after an earlier error.
+    #[error("{}; the error was: {cause}", spent(*.object))]
+    Spent {
+        /// The object.
+        object: SpentObject,
+        /// Text of that error.
+        cause: String,
+    },
     /// The run ended because one of the ranks received a signal.
     #[error("ended by signal {signal}{}", is_saved(*.saved))]
     Interrupted {
@@ -68,26 +124,48 @@ impl From<train_step::Error> for Error {
             E::LossScale(error) => Self::Amp(error),
             E::Model(error) => match error.downcast::<Self>() {
                 Ok(error) => *error,
-                Err(error) => Self::Engine(error.to_string()),
+                Err(error) => Self::Engine { message: error.to_string(), source: Some(error) },
             },
             E::NoGradients | E::MixedCounts { .. } | E::InvalidCount { .. } => {
-                Self::Engine(error.to_string())
+                Self::Engine { message: error.to_string(), source: Some(error.into()) }
             }
             E::OtherGroups { .. }
             | E::WrapperState { .. }
             | E::NoWrapperState
             | E::SavedScaler
-            | E::OtherScaler { .. } => Self::Checkpoint(error.to_string()),
+            | E::OtherScaler { .. } => Self::Checkpoint {
+                path: None,
+                message: error.to_string(),
+                source: Some(error.into()),
+            },
             E::NonFinite { floor: Some(floor), .. } => Self::Amp(floor),
             E::NonFinite { parameter, skips, scale, floor: None } => {
-                Self::Diverged(skipped(skips, scale, parameter.as_deref()))
+                Self::StepsSkipped { parameter, skips, scale }
             }
-            E::Spent { .. } => Self::Spent(error.to_string()),
+            E::Spent { cause } => Self::Spent { object: SpentObject::OptimWrapper, cause },
             E::NotOnDevice { .. } => Self::Config(format!(
                 "device = \"cuda\": {error} with env_cfg.dist_cfg.backend = \"host\""
             )),
             _ => Self::Config(error.to_string()),
         }
+    }
+}
+
+impl Error {
+    /// The engine refuses a call; nothing below it has failed.
+    pub fn engine(message: impl Into<String>) -> Self {
+        Self::Engine { message: message.into(), source: None }
+    }
+
+    /// A library of the engine failed during an operation, such as `forward`.
+    pub fn engine_during(during: impl fmt::Display, source: impl Into<BoxError>) -> Self {
+        let source = source.into();
+        Self::Engine { message: format!("{during}: {source}"), source: Some(source) }
+    }
+
+    pub(crate) fn checkpoint(path: Option<&Path>, message: impl Into<String>) -> Self {
+        let path = path.map(Path::to_owned);
+        Self::Checkpoint { path, message: message.into(), source: None }
     }
 }
 
@@ -108,6 +186,55 @@ impl fmt::Debug for Error {
 /// is set. A text that goes on after candle's needs it.
 pub(crate) fn without_backtrace(text: &str) -> &str {
     text.split_once("\n   0: ").map_or(text, |(message, _)| message)
+}
+
+/// Since when a run of [`Error::Diverged`] is known to have diverged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NotFiniteSince {
+    /// The loss has not been finite since this iteration.
+    Loss(usize),
+    /// A checkpoint at this iteration was not saved, because weights or gradients were not finite.
+    Checkpoint(usize),
+}
+
+/// The object of [`Error::Spent`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SpentObject {
+    /// A run: build a new one.
+    Run,
+    /// An optimizer wrapper: gradients of the failed batch may be left in it.
+    OptimWrapper,
+}
+
+fn not_finite_since(since: Option<NotFiniteSince>) -> String {
+    match since {
+        None => String::new(),
+        Some(NotFiniteSince::Checkpoint(iter)) => format!(", at the latest since iteration {iter}"),
+        Some(NotFiniteSince::Loss(iter)) => {
+            format!(", the loss has not been finite since iteration {iter}")
+        }
+    }
+}
+
+fn last_good(path: Option<&Path>) -> String {
+    match path {
+        Some(path) => format!("the last good checkpoint is {}", path.display()),
+        None => "this run has no good checkpoint".to_owned(),
+    }
+}
+
+const fn spent(object: SpentObject) -> &'static str {
+    match object {
+        SpentObject::Run => {
+            "this run has ended with an error: build a new one, which resumes from the last checkpoint"
+        }
+        SpentObject::OptimWrapper => {
+            "this optimizer wrapper is spent after an error, gradients of the failed batch may be left; build \
+             the run anew, which resumes from its checkpoint"
+        }
+    }
 }
 
 fn skipped(steps: usize, scale: f32, parameter: Option<&str>) -> String {
@@ -142,7 +269,9 @@ mod tests {
         let (parameter, floor) = (Some("w".to_owned()), None);
         let error = train_step::Error::NonFinite { parameter, skips: 3, scale: 8.0, floor };
         let error = Error::from(error);
-        assert!(matches!(error, Error::Diverged(_)));
+        assert!(
+            matches!(&error, Error::StepsSkipped { parameter: Some(name), skips: 3, scale: 8.0 } if name == "w")
+        );
         let text = error.to_string();
         assert!(
             text.starts_with(
@@ -154,9 +283,36 @@ mod tests {
     }
 
     #[test]
+    fn errors_of_a_step_keep_their_cause() {
+        let std_error = |error: &Error| std::error::Error::source(error).map(ToString::to_string);
+        let error = Error::from(train_step::Error::model("no memory"));
+        assert!(matches!(&error, Error::Engine { message, .. } if message == "no memory"));
+        assert_eq!(std_error(&error).as_deref(), Some("no memory"));
+        let error = Error::from(train_step::Error::NoGradients);
+        assert!(matches!(&error, Error::Engine { source: Some(source), .. }
+            if matches!(source.downcast_ref(), Some(train_step::Error::NoGradients))));
+        let error = Error::from(train_step::Error::OtherGroups { was: 1, is: 2 });
+        assert!(matches!(&error, Error::Checkpoint { path: None, source: Some(source), .. }
+            if matches!(source.downcast_ref(), Some(train_step::Error::OtherGroups { was: 1, .. }))));
+        assert_eq!(std_error(&error), Some(error.to_string()));
+        let error = Error::engine("this engine cannot compile: remove `compile`");
+        assert_eq!(std_error(&error), None);
+    }
+
+    #[test]
+    fn spent_wrapper_has_the_text_of_train_step() {
+        let spent = || train_step::Error::Spent { cause: "no memory".to_owned() };
+        let error = Error::from(spent());
+        let Error::Spent { object: SpentObject::OptimWrapper, cause } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!((cause.as_str(), error.to_string()), ("no memory", spent().to_string()));
+    }
+
+    #[test]
     fn debug_prints_the_message_without_backtrace() {
         let text = "forward: no such row\n   0: candle_core::error::Error::bt\n   1: main";
-        let error = Error::Engine(text.to_owned());
+        let error = Error::engine(text);
         assert_eq!(format!("{error:?}"), "forward: no such row");
         let died = collective::Error::PeerDied { op: "barrier #1".to_owned(), rank: 1, pid: 7 };
         let text = died.to_string();

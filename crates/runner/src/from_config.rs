@@ -91,7 +91,7 @@ impl RunnerBuilder {
             Err(why) => (wrong(false)?, Some(why)),
         };
         let lines: Vec<_> = wrong.iter().map(WrongGradient::to_string).collect();
-        if lines.is_empty() { Ok(why_f32) } else { Err(Error::Engine(lines.join("\n"))) }
+        if lines.is_empty() { Ok(why_f32) } else { Err(Error::engine(lines.join("\n"))) }
     }
 
     fn read_all(&mut self, mut root: Section) -> Result<()> {

@@ -112,7 +112,7 @@ impl Engine for FakeEngine {
                 }
             }
             if step == self.fails_at {
-                return Err(Error::Engine("backward failed".into()));
+                return Err(Error::engine("backward failed"));
             }
         }
         Ok(Losses::new(vec![("loss".into(), loss.into())]))

@@ -50,7 +50,7 @@ impl<M: TchModel> TchEngine<M> {
     #[expect(unsafe_code, reason = "the constructor of `Variables`")]
     pub unsafe fn new(cx: &ModelContext, build: impl FnOnce(&Path<'_>) -> M) -> Result<Self> {
         if cx.dtype != DType::F32 {
-            return Err(Error::Engine("parameters stay in f32 here: use autocast".to_owned()));
+            return Err(Error::engine("parameters stay in f32 here: use autocast"));
         }
         let store = VarStore::new(Device::Cpu);
         let model = {
@@ -125,7 +125,7 @@ pub fn field(batch: &Batch, name: &str) -> Result<Tensor> {
         ArrayData::I32(values) => Tensor::f_from_slice(values),
         ArrayData::I64(values) => Tensor::f_from_slice(values),
         ArrayData::Bool(values) => Tensor::f_from_slice(values),
-        other => return Err(Error::Engine(format!("no tensors of {}", other.type_name()))),
+        other => return Err(Error::engine(format!("no tensors of {}", other.type_name()))),
     };
     let shape: Vec<_> = array.shape().iter().map(|&extent| extent as i64).collect();
     Ok(flat.and_then(|flat| flat.f_reshape(shape)).map_err(|e| failed(name, &e))?)

@@ -35,8 +35,7 @@ pub fn export(path: &Path, out: &Path, options: ExportOptions) -> Result<usize> 
     let mut weights = weights(&checkpoint, options.in_training)?;
     let lora = checkpoint.meta.lora.as_ref();
     if options.adapter {
-        let none =
-            || Error::Checkpoint(format!("{}: the model has no LoRA adapters", path.display()));
+        let none = || super::bad(path, "the model has no LoRA adapters");
         let lora = lora.ok_or_else(none)?;
         weights.retain(|tensor| layer(&tensor.spec.name).is_some());
         let config = adapter_config(lora, &weights)?;
@@ -62,7 +61,7 @@ fn destination(out: &Path) -> Result<(PathBuf, String)> {
 }
 
 fn weights(checkpoint: &Checkpoint, in_training: bool) -> Result<Vec<Tensor>> {
-    let of_file = |e| Error::Checkpoint(format!("{}: {e}", checkpoint.path.display()));
+    let of_file = |why: String| super::bad(&checkpoint.path, why);
     let mut weights = deserialize(&checkpoint.model).map_err(of_file)?;
     weights.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
     if in_training {
@@ -93,18 +92,20 @@ fn merge(weights: &mut Vec<Tensor>, scale: f64) -> Result<()> {
         let names = [format!("{layer}.lora_B.weight"), format!("{layer}.weight")];
         let (Some(b), Some(own)) = (find(&adapters, &names[0]), find(&rest, &names[1])) else {
             let text = format!("the adapter of `{layer}` lacks `{}` or `{}`", names[0], names[1]);
-            return Err(Error::Checkpoint(text));
+            return Err(Error::checkpoint(None, text));
         };
         let (b, own) = (&adapters[b], &mut rest[own]);
         let [&[rank, inputs], &[outputs, b_rank]] = [&a.spec.shape[..], &b.spec.shape[..]] else {
-            return Err(Error::Checkpoint(format!(
-                "the adapter of `{layer}` does not consist of matrices"
-            )));
+            return Err(Error::checkpoint(
+                None,
+                format!("the adapter of `{layer}` does not consist of matrices"),
+            ));
         };
         if rank != b_rank || own.spec.shape != [outputs, inputs] {
-            return Err(Error::Checkpoint(format!(
-                "the adapter of `{layer}` does not match the shape of its weight"
-            )));
+            return Err(Error::checkpoint(
+                None,
+                format!("the adapter of `{layer}` does not match the shape of its weight"),
+            ));
         }
         let (a, b, mut values) = (a.to_f32(), b.to_f32(), own.to_f32());
         for (row, b) in values.chunks_exact_mut(inputs.max(1)).zip(b.chunks_exact(rank.max(1))) {
@@ -136,8 +137,7 @@ fn adapter_config(lora: &LoraOptions, adapters: &[Tensor]) -> Result<String> {
         "task_type": null,
         "base_model_name_or_path": null,
     });
-    serde_json::to_string_pretty(&config)
-        .map_err(|e| Error::Checkpoint(format!("adapter_config.json: {e}")))
+    serde_json::to_string_pretty(&config).map_err(|e| super::failed("adapter_config.json", e))
 }
 
 fn serialize(weights: &[Tensor]) -> Result<Vec<u8>> {
@@ -149,7 +149,7 @@ fn serialize(weights: &[Tensor]) -> Result<Vec<u8>> {
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     views
         .and_then(|views| safetensors::serialize(views, Some(metadata)))
-        .map_err(|e| Error::Checkpoint(format!("safetensors: {e}")))
+        .map_err(|e| super::failed("safetensors", e))
 }
 
 /// Prefix of names in PEFT's adapter files.

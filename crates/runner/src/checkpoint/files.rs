@@ -89,10 +89,13 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     if is_valid && name.len() <= LONGEST_NAME {
         return Ok(());
     }
-    Err(Error::Checkpoint(format!(
-        "a checkpoint cannot be called {name:?}: the name must have 1 to {LONGEST_NAME} bytes, no `/`, no `.` at its \
+    Err(Error::checkpoint(
+        None,
+        format!(
+            "a checkpoint cannot be called {name:?}: the name must have 1 to {LONGEST_NAME} bytes, no `/`, no `.` at its \
          beginning, and not be `{LAST}`"
-    )))
+        ),
+    ))
 }
 
 /// Maximum length of a checkpoint's name: file systems allow 255 bytes, of which the names of
@@ -106,11 +109,14 @@ pub(crate) fn check_outside(out: &Path) -> Result<()> {
     let existing = path.ancestors().skip(1).find_map(|dir| dir.canonicalize().ok());
     for dir in existing.unwrap_or_default().ancestors() {
         if is_file(&dir.join(STATE))? && is_file(&dir.join(MODEL))? {
-            return Err(Error::Checkpoint(format!(
-                "{} is inside the checkpoint {}, which would be damaged: choose a path outside of it",
-                out.display(),
-                dir.display()
-            )));
+            return Err(Error::checkpoint(
+                Some(out),
+                format!(
+                    "{} is inside the checkpoint {}, which would be damaged: choose a path outside of it",
+                    out.display(),
+                    dir.display()
+                ),
+            ));
         }
     }
     Ok(())

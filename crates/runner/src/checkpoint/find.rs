@@ -66,11 +66,10 @@ pub fn newest(work_dir: &Path) -> Result<Found> {
     if found.skipped.is_empty() {
         return Ok(found);
     }
-    Err(Error::Checkpoint(format!(
-        "no checkpoint in {} is intact: {}",
-        work_dir.display(),
-        found.skipped.join("; ")
-    )))
+    Err(Error::checkpoint(
+        Some(work_dir),
+        format!("no checkpoint in {} is intact: {}", work_dir.display(), found.skipped.join("; ")),
+    ))
 }
 
 /// Returns the first checkpoint in `work_dir` if none of them belongs to a run that began from the

@@ -96,9 +96,10 @@ impl WorkDirLock {
             let holder = holder.lines().next().unwrap_or("another process");
             let text = format!("work directory {} is in use by {holder}", work_dir.display());
             if start.elapsed() >= patience {
-                return Err(Error::Checkpoint(format!(
-                    "{text}: wait until that run has ended, or choose another work_dir"
-                )));
+                return Err(Error::checkpoint(
+                    Some(work_dir),
+                    format!("{text}: wait until that run has ended, or choose another work_dir"),
+                ));
             }
             if !std::mem::replace(&mut has_waited, true) {
                 warn(&format!("{text}: waiting up to {} s for it to end", patience.as_secs()));
@@ -150,10 +151,13 @@ impl WorkDirLock {
 /// followed, and a pipe would block.
 fn check_regular(path: &Path) -> Result<()> {
     match path.symlink_metadata() {
-        Ok(found) if !found.is_file() => Err(Error::Checkpoint(format!(
-            "{} is the lock file of a work directory, but not a regular file: remove it",
-            path.display()
-        ))),
+        Ok(found) if !found.is_file() => Err(Error::checkpoint(
+            Some(path),
+            format!(
+                "{} is the lock file of a work directory, but not a regular file: remove it",
+                path.display()
+            ),
+        )),
         _ => Ok(()),
     }
 }

@@ -42,8 +42,8 @@ pub(crate) use self::find::{is_file, of_another_run};
 pub(crate) use self::lock::WorkDirLock;
 pub use self::position::{Begun, Position, Waiting};
 pub use self::read::load;
-use self::read::{damaged, read_whole};
-pub(crate) use self::read::{load_meta, lora_options, not_a_checkpoint, verify_model};
+pub(crate) use self::read::{bad, failed, load_meta, lora_options, not_a_checkpoint, verify_model};
+use self::read::{damaged, read_whole, unreadable};
 pub use self::tensors::{Tensor, model_tensors};
 use self::tensors::{check, check_convertible, deserialize, scaled, serialize};
 pub(crate) use self::tensors::{
@@ -272,7 +272,7 @@ fn write(
 
 fn state_file(meta: &Meta) -> Result<Vec<u8>> {
     let state = serde_json::to_string_pretty(meta);
-    let state = state.map_err(|e| Error::Checkpoint(format!("{STATE}: {e}")))?;
+    let state = state.map_err(|e| failed(STATE, e))?;
     Ok(seal(&state).into_bytes())
 }
 
@@ -463,8 +463,12 @@ impl Checkpoint {
     /// Adds the path of `state.json` to an error of the optimizer wrapper.
     pub(crate) fn refused(&self, why: Error) -> Error {
         match why {
-            Error::Checkpoint(why) => damaged(&self.path, STATE, why),
-            why => damaged(&self.path, OPTIMIZER, why),
+            Error::Checkpoint { message, source, .. } => {
+                let path = self.path.join(STATE);
+                let message = format!("{}: {message}", path.display());
+                Error::Checkpoint { path: Some(path), message, source }
+            }
+            why => unreadable(&self.path.join(OPTIMIZER), why),
         }
     }
 
@@ -927,8 +931,18 @@ mod tests {
         save(dir.path(), "best", &mut engine(), weights).unwrap();
         assert_eq!(find_last(dir.path()), Some(old.clone()));
         fs::remove_dir_all(old).unwrap();
-        let said = reason(newest(dir.path()));
+        let error = newest(dir.path()).unwrap_err();
+        assert!(matches!(&error, Error::Checkpoint { path: Some(at), .. } if at == dir.path()));
+        let said = error.to_string();
         assert!(said.contains("/a/state.json: No such file"), "{said}");
+        let error = load(&path).unwrap_err();
+        let Error::Checkpoint { path: Some(at), source: Some(source), .. } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!(*at, path.join(STATE));
+        let missing = source.downcast_ref::<std::io::Error>().unwrap();
+        assert_eq!(missing.kind(), std::io::ErrorKind::NotFound);
+        assert_eq!(std::error::Error::source(&error).unwrap().to_string(), missing.to_string());
         for pointer in ["", "\n"] {
             fs::write(dir.path().join(LAST), pointer).unwrap();
             let weights = vec![dir.path().join("best")];
@@ -1010,7 +1024,7 @@ mod tests {
             (std::io::ErrorKind::StaleNetworkFileHandle, false),
             (std::io::ErrorKind::Other, false),
         ] {
-            assert_eq!(Fault::io(at, STATE, &kind.into()).is_damaged, is_damaged, "{kind}");
+            assert_eq!(Fault::io(at, STATE, kind.into()).is_damaged, is_damaged, "{kind}");
         }
         // A loop of links is neither a file nor its absence.
         let dir = tempfile::tempdir().unwrap();

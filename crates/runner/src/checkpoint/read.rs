@@ -5,6 +5,7 @@ use std::path::Path;
 
 use fused_optim::StateDict;
 use serde_json::Value;
+use train_step::BoxError;
 
 use super::files::{check_seal, crc32, file_meta};
 use super::find::{is_file, pointed_to};
@@ -28,21 +29,26 @@ impl Fault {
         Self { why: damaged(path, file, why), is_damaged: true }
     }
 
-    pub(super) fn io(path: &Path, file: &str, why: &std::io::Error) -> Self {
+    fn unreadable(path: &Path, file: &str, error: impl Into<BoxError>) -> Self {
+        Self { why: unreadable(&path.join(file), error), is_damaged: true }
+    }
+
+    pub(super) fn io(path: &Path, file: &str, why: std::io::Error) -> Self {
         use std::io::ErrorKind::{InvalidData, IsADirectory, NotADirectory, NotFound};
         let is_absent = |name: &str| !path.join(name).exists();
         if why.kind() == NotFound && path.is_dir() && is_absent(STATE) && is_absent(MODEL) {
-            let why = not_a_checkpoint(path);
-            return Self { why: Error::Checkpoint(why), is_damaged: true };
+            let why = Error::checkpoint(Some(path), not_a_checkpoint(path));
+            return Self { why, is_damaged: true };
         }
         let absent = [InvalidData, IsADirectory, NotADirectory, NotFound];
         if absent.contains(&why.kind()) {
-            return Self::damaged(path, file, why);
+            return Self::unreadable(path, file, why);
         }
-        let text = format!(
-            "{why}; the checkpoint may be intact: try again, or remove it to resume from an earlier one"
-        );
-        Self { why: damaged(path, file, text), is_damaged: false }
+        let mut why = unreadable(&path.join(file), why);
+        if let Error::Checkpoint { message, .. } = &mut why {
+            *message += "; the checkpoint may be intact: try again, or remove it to resume from an earlier one";
+        }
+        Self { why, is_damaged: false }
     }
 }
 
@@ -73,7 +79,7 @@ pub(crate) fn load_meta(path: &Path) -> Result<Meta> {
 
 /// Reads and verifies `state.json`. Returns it with its CRC-32.
 fn read_state(path: &Path) -> Result<(Meta, u32), Fault> {
-    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, &e))?;
+    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, e))?;
     // The format is read first: other formats may have another checksum.
     if let Some((format, known)) = of_another_format(&state) {
         let model = path.join(MODEL);
@@ -86,7 +92,7 @@ fn read_state(path: &Path) -> Result<(Meta, u32), Fault> {
         return Err(Fault { why: damaged(path, STATE, why), is_damaged });
     }
     check_seal(&state).map_err(|e| Fault::damaged(path, STATE, e))?;
-    let meta = serde_json::from_slice(&state).map_err(|e| Fault::damaged(path, STATE, e))?;
+    let meta = serde_json::from_slice(&state).map_err(|e| Fault::unreadable(path, STATE, e))?;
     Ok((meta, crc32(&state)))
 }
 
@@ -96,8 +102,9 @@ pub(crate) fn lora_options(path: &Path) -> Result<Option<LoraOptions>> {
     if !is_file(&path.join(STATE))? {
         return Ok(None);
     }
-    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, &e))?;
-    let state: Value = serde_json::from_slice(&state).map_err(|e| damaged(path, STATE, e))?;
+    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, e))?;
+    let state: Value =
+        serde_json::from_slice(&state).map_err(|e| unreadable(&path.join(STATE), e))?;
     let lora = state.get("lora").cloned().unwrap_or_default();
     serde_json::from_value(lora).map_err(|e| damaged(path, STATE, format!("lora: {e}")))
 }
@@ -120,7 +127,7 @@ pub(super) fn read(path: &Path) -> Result<Checkpoint, Fault> {
             MODEL => model = bytes,
             OPTIMIZER => {
                 let optimizer = StateDict::from_safetensors(&bytes)
-                    .map_err(|e| Fault::damaged(path, OPTIMIZER, e))?;
+                    .map_err(|e| Fault::unreadable(path, OPTIMIZER, e))?;
                 let (loss_scaler, skipped) = (meta.loss_scaler, meta.skipped);
                 optim = Some(OptimWrapperState { optimizer, loss_scaler, skipped });
             }
@@ -134,7 +141,7 @@ pub(super) fn read(path: &Path) -> Result<Checkpoint, Fault> {
 /// of another format.
 pub(crate) fn verify_model(file: &Path) -> Result<()> {
     let path = file.parent().unwrap_or(file);
-    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, &e))?;
+    let state = fs::read(path.join(STATE)).map_err(|e| Fault::io(path, STATE, e))?;
     match of_another_format(&state) {
         Some(_) => Ok(()),
         None => read_whole(path, &load_meta(path)?, MODEL).map(drop),
@@ -149,7 +156,25 @@ fn of_another_format(state: &[u8]) -> Option<(u64, Value)> {
 }
 
 pub(super) fn damaged(path: &Path, file: &str, why: impl std::fmt::Display) -> Error {
-    Error::Checkpoint(format!("{}: {why}", path.join(file).display()))
+    bad(&path.join(file), why)
+}
+
+/// Error for a file or directory, with the reason.
+pub(crate) fn bad(path: &Path, why: impl std::fmt::Display) -> Error {
+    Error::checkpoint(Some(path), format!("{}: {why}", path.display()))
+}
+
+/// Error for a file that a library cannot read.
+pub(super) fn unreadable(path: &Path, error: impl Into<BoxError>) -> Error {
+    let source = error.into();
+    let message = format!("{}: {source}", path.display());
+    Error::Checkpoint { path: Some(path.to_owned()), message, source: Some(source) }
+}
+
+/// Error for a part of a checkpoint that has no file yet, or no longer.
+pub(crate) fn failed(what: &str, error: impl Into<BoxError>) -> Error {
+    let source = error.into();
+    Error::Checkpoint { path: None, message: format!("{what}: {source}"), source: Some(source) }
 }
 
 /// Reads a file of the checkpoint at `path`, and verifies length and checksum against `meta`.
@@ -158,7 +183,7 @@ pub(super) fn read_whole(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>
 }
 
 fn read_verified(path: &Path, meta: &Meta, name: &str) -> Result<Vec<u8>, Fault> {
-    let bytes = fs::read(path.join(name)).map_err(|e| Fault::io(path, name, &e))?;
+    let bytes = fs::read(path.join(name)).map_err(|e| Fault::io(path, name, e))?;
     if !meta.files.contains(&file_meta(name, &bytes)) {
         let why = "damaged: length or checksum differ from state.json";
         return Err(Fault::damaged(path, name, why));

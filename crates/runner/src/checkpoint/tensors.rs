@@ -5,8 +5,8 @@ use half::vec::HalfFloatVecExt;
 use half::{bf16, f16};
 use safetensors::tensor::{self, SafeTensors, TensorView};
 
+use crate::Result;
 use crate::engine::{Engine, HostTensor, TensorSpec, round_into};
-use crate::{Error, Result};
 
 /// A copy of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -130,9 +130,7 @@ pub(super) fn serialize(what: &str, tensors: &[Tensor]) -> Result<Vec<u8>> {
         TensorView::new(dtype(spec.dtype), spec.shape.clone(), bytes).map(|v| (&spec.name, v))
     });
     let views = views.collect::<std::result::Result<Vec<_>, _>>();
-    views
-        .and_then(|views| safetensors::serialize(views, None))
-        .map_err(|e| Error::Checkpoint(format!("{what}: {e}")))
+    views.and_then(|views| safetensors::serialize(views, None)).map_err(|e| super::failed(what, e))
 }
 
 /// Decodes safetensors; the error text is the reason.

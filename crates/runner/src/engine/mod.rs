@@ -148,7 +148,7 @@ pub trait Engine: Model {
         _batch: &Batch,
         _ignore: &[String],
     ) -> Result<Vec<WrongGradient>> {
-        Err(Error::Engine("this engine cannot check gradients".to_owned()))
+        Err(Error::engine("this engine cannot check gradients"))
     }
 
     /// Optimizes later steps as `options` ask. [`compile_report`](Self::compile_report) lists what
@@ -158,7 +158,7 @@ pub trait Engine: Model {
     ///
     /// [`Error::Engine`] if the engine cannot compile.
     fn compile(&mut self, _options: &CompileOptions) -> Result<()> {
-        Err(Error::Engine("this engine cannot compile: remove `compile`".to_owned()))
+        Err(Error::engine("this engine cannot compile: remove `compile`"))
     }
 
     /// Returns the optimizations applied so far; `None` if [`compile`](Self::compile) was not

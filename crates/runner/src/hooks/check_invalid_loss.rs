@@ -39,7 +39,6 @@ impl Hook for CheckInvalidLossHook {
             return Ok(());
         }
         let Some(loss) = losses.non_finite()? else { return Ok(()) };
-        let text = format!("the loss is {loss} at iteration {iter} on rank {rank}");
-        Err(Error::Engine(format!("{text}; lower the learning rate, or clip gradients")))
+        Err(Error::InvalidLoss { loss, iter, rank })
     }
 }

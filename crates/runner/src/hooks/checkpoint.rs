@@ -8,7 +8,7 @@ use train_step::find_metric;
 
 use super::monitor::rule_by;
 use super::{Hook, Priority};
-use crate::checkpoint::{Checkpoint, Position, check_name};
+use crate::checkpoint::{Checkpoint, Position, check_name, failed};
 use crate::config::{Section, choose, unknown};
 use crate::data::Batch;
 use crate::engine::Losses;
@@ -477,8 +477,8 @@ impl Hook for CheckpointHook {
     }
 
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        self.state = serde_json::from_value(state.clone())
-            .map_err(|e| Error::Checkpoint(format!("CheckpointHook: {e}")))?;
+        self.state =
+            serde_json::from_value(state.clone()).map_err(|e| failed("CheckpointHook", e))?;
         self.replaced.clear();
         if self.is_elsewhere {
             self.state.written.clear();

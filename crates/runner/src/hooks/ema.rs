@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::Hook;
 use crate::checkpoint::{
-    AVERAGES, Checkpoint, Contents, Position, TRAINED, Tensor, copy_from_bytes, visit_model,
+    AVERAGES, Checkpoint, Contents, Position, TRAINED, Tensor, bad, copy_from_bytes, visit_model,
 };
 use crate::config::Section;
 use crate::data::Batch;
@@ -292,8 +292,8 @@ impl Hook for EmaHook {
         let find = |name: &str| {
             let both = own.iter().chain(&saved);
             both.into_iter().find(|tensor| tensor.spec.name == name).ok_or_else(|| {
-                let path = checkpoint.path().display();
-                Error::Checkpoint(format!("{path}/{AVERAGES}.safetensors: has no `{name}`"))
+                let path = checkpoint.path().join(format!("{AVERAGES}.safetensors"));
+                bad(&path, format!("has no `{name}`"))
             })
         };
         let engine = runner.engine_mut();
@@ -303,7 +303,7 @@ impl Hook for EmaHook {
             let (is, want) = (values.len(), shape.iter().product::<usize>());
             if is != want {
                 let text = format!("the average of `{name}` has {is} elements, not {want}");
-                return Err(Error::Checkpoint(text));
+                return Err(Error::checkpoint(None, text));
             }
             averages.push(values);
         }
@@ -391,7 +391,7 @@ impl Hook for EmaHook {
     }
 
     fn load_state_dict(&mut self, state: &Value) -> Result<()> {
-        let none = || Error::Checkpoint(format!("EMAHook: no number of updates in {state}"));
+        let none = || Error::checkpoint(None, format!("EMAHook: no number of updates in {state}"));
         self.updates = state["updates"].as_u64().ok_or_else(none)?;
         Ok(())
     }

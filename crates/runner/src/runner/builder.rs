@@ -449,7 +449,7 @@ fn make_optim(
 pub(super) fn check_autocast(engine: &dyn Engine, optim: &OptimWrapper) -> Result<()> {
     match optim.autocast().filter(|dtype| !engine.supports_autocast(*dtype)) {
         Some(dtype) => {
-            Err(Error::Engine(format!("this engine does not support autocast to {dtype:?}")))
+            Err(Error::engine(format!("this engine does not support autocast to {dtype:?}")))
         }
         None => Ok(()),
     }

@@ -100,7 +100,7 @@ impl RunnerBuilder {
         };
         let from = self.load_from.as_ref().filter(|path| !goes_on(path));
         if let Some(why) = from.and_then(|path| loading::refusal(path)) {
-            mistakes.add(Error::Checkpoint(why));
+            mistakes.add(Error::checkpoint(from.map(AsRef::as_ref), why));
         }
         if let Some(train) = &self.train {
             check_lengths(train, self.train_loader.as_ref(), &self.schedulers, mistakes);

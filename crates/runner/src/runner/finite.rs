@@ -17,7 +17,7 @@ use crate::engine::has_non_finite;
 use crate::engine::{Losses, TensorSpec};
 use crate::model::with_host_grads;
 use crate::optim_wrapper::Update;
-use crate::{Error, Result};
+use crate::{Error, NotFiniteSince, Result};
 
 /// Maximum number of steps that a device may be behind the host.
 const MAX_AHEAD: usize = 16;
@@ -153,19 +153,11 @@ impl Runner {
         let mut since = [self.losses.since.map_or(u64::MAX, |iter| iter as u64)];
         self.group.all_reduce(&mut since, ReduceOp::Min)?;
         let since = match (since[0], self.status.refused) {
-            (u64::MAX, None) => String::new(),
-            (u64::MAX, Some(iter)) => format!(", at the latest since iteration {iter}"),
-            (iter, _) => format!(", the loss has not been finite since iteration {iter}"),
+            (u64::MAX, refused) => refused.map(NotFiniteSince::Checkpoint),
+            (iter, _) => Some(NotFiniteSince::Loss(iter as usize)),
         };
-        let good = match &self.status.good {
-            Some(path) => format!("the last good checkpoint is {}", path.display()),
-            None => "this run has no good checkpoint".to_owned(),
-        };
-        Ok(Some(Error::Diverged(format!(
-            "training has diverged: {} not finite at the end, iteration {}{since}; {good}; lower the learning rate, \
-             or clip gradients",
-            found.what, self.position.iter
-        ))))
+        let (what, iter, good) = (found.what, self.position.iter, self.status.good.clone());
+        Ok(Some(Error::Diverged { what, iter, since, good }))
     }
 }
 
@@ -177,6 +169,7 @@ mod tests {
     use fused_optim::{DType, Sgd, SgdHyper};
 
     use super::*;
+    use crate::SpentObject;
     use crate::hooks::CheckpointHook;
     use crate::losses::tests::{Device, late};
     use crate::model::ModelFactory;
@@ -234,7 +227,10 @@ mod tests {
     fn run_that_ends_with_nan_weights_ends_with_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let error = nan(dir.path(), 5).build().unwrap().train().unwrap_err();
-        assert!(matches!(error, Error::Diverged(_)));
+        let since = Some(NotFiniteSince::Loss(6));
+        assert!(
+            matches!(&error, Error::Diverged { iter: 8, since: is, good: Some(_), .. } if *is == since)
+        );
         let good = dir.path().join("epoch_2");
         let says = format!(
             "training has diverged: `w` is not finite at the end, iteration 8, the loss has not been finite \
@@ -275,7 +271,7 @@ mod tests {
             run.test().unwrap_err(),
             run.save_checkpoint(save).unwrap_err(),
         ] {
-            assert!(matches!(error, Error::Spent(_)), "{error}");
+            assert!(matches!(error, Error::Spent { object: SpentObject::Run, .. }), "{error}");
             assert!(error.to_string().contains("the error was: training has diverged"), "{error}");
         }
         assert!(!dir.path().join("rescue").exists());

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::Runner;
 use crate::checkpoint::{
-    self, Checkpoint, Converted, count_converted, load_into, specs, visit_whole_model,
+    self, Checkpoint, Converted, bad, count_converted, load_into, specs, visit_whole_model,
 };
 use crate::engine::Engine;
 use crate::model::LoraOptions;
@@ -194,7 +194,7 @@ fn trained_with(difference: &str) -> String {
 }
 
 fn unreadable(file: &Path, why: &str) -> Error {
-    Error::Checkpoint(format!("{}: {why}", file.display()))
+    bad(file, why)
 }
 
 /// Returns a warning about differences, if there are any.
@@ -324,14 +324,17 @@ impl Runner {
         let failed =
             all.iter().enumerate().find_map(|(rank, own)| Some((rank, own.as_ref().err()?)));
         if let Some((rank, why)) = failed {
-            return Err(Error::Checkpoint(format!("rank {rank}: {why}")));
+            return Err(Error::checkpoint(Some(path), format!("rank {rank}: {why}")));
         }
         match all.iter().position(|other| *other != all[0]) {
-            Some(rank) => Err(Error::Checkpoint(format!(
-                "rank {rank} has another checkpoint at {} than rank 0: all ranks must see the same files; use a work \
+            Some(rank) => Err(Error::checkpoint(
+                Some(path),
+                format!(
+                    "rank {rank} has another checkpoint at {} than rank 0: all ranks must see the same files; use a work \
                  directory that they share, or copy rank 0's checkpoint to the other nodes",
-                path.display()
-            ))),
+                    path.display()
+                ),
+            )),
             None => Ok(loaded),
         }
     }

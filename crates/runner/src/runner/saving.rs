@@ -15,7 +15,7 @@ use super::{Hook, Runner};
 use crate::checkpoint::{self, Position, WorkDirLock, check_name};
 use crate::model::LoraOptions;
 use crate::optim_wrapper::OptimWrapper;
-use crate::{Error, Result};
+use crate::{Error, Result, SpentObject};
 
 /// A request for a checkpoint.
 #[derive(Clone, Debug)]
@@ -200,7 +200,7 @@ impl Runner {
         let why = broadcast_object::<Option<String>>(&self.group, why, 0)?;
         match (own, why) {
             (Some(own), _) => own,
-            (None, Some(why)) => Err(Error::Checkpoint(format!("rank 0: {why}"))),
+            (None, Some(why)) => Err(Error::checkpoint(None, format!("rank 0: {why}"))),
             (None, None) => Ok(()),
         }
     }
@@ -209,10 +209,7 @@ impl Runner {
     pub(super) fn check_unspent(&self) -> Result<()> {
         match &self.status.failed {
             None => Ok(()),
-            Some(why) => Err(Error::Spent(format!(
-                "this run has ended with an error: build a new one, which resumes from the last checkpoint; the \
-                 error was: {why}"
-            ))),
+            Some(cause) => Err(Error::Spent { object: SpentObject::Run, cause: cause.clone() }),
         }
     }
 
@@ -312,7 +309,7 @@ mod tests {
         }
         fn before_save_checkpoint(&mut self, runner: &mut Runner, _: &mut Contents) -> Result<()> {
             match runner.group().rank() {
-                1 => Err(Error::Engine("no memory for a copy".to_owned())),
+                1 => Err(Error::engine("no memory for a copy")),
                 _ => Ok(()),
             }
         }

@@ -227,14 +227,17 @@ impl Runner {
     fn check_resumable(&self, path: &Path, loaded: &Checkpoint) -> Result<()> {
         self.check_order(path, &loaded.meta)?;
         if loaded.optim.is_none() {
-            return Err(Error::Checkpoint(without_optimizer(path)));
+            return Err(Error::checkpoint(Some(path), without_optimizer(path)));
         }
         let (was, is) = (loaded.meta.schedulers.len(), self.schedules.all().len());
         if was != is {
-            return Err(Error::Checkpoint(format!(
-                "{} has {was} schedulers, but this run has {is}: resume with as many in param_scheduler, or {WEIGHTS_ALONE}",
-                path.display()
-            )));
+            return Err(Error::checkpoint(
+                Some(path),
+                format!(
+                    "{} has {was} schedulers, but this run has {is}: resume with as many in param_scheduler, or {WEIGHTS_ALONE}",
+                    path.display()
+                ),
+            ));
         }
         self.check_lora(path, loaded.meta.lora.as_ref(), true)?;
         loaded.check_model(&*self.engine)
@@ -304,8 +307,9 @@ impl Runner {
         if self.start.loaded != Loaded::Part {
             return Ok(());
         }
-        Err(Error::Checkpoint(
-            "an earlier call could load a checkpoint only in part: build the run again".to_owned(),
+        Err(Error::checkpoint(
+            None,
+            "an earlier call could load a checkpoint only in part: build the run again",
         ))
     }
 
@@ -351,18 +355,21 @@ impl Runner {
         else {
             return Ok(());
         };
-        Err(Error::Checkpoint(format!(
-            "rank 0 sees no checkpoint in {}, but rank {rank} does ({what}): all ranks must see the same files; use a \
+        Err(Error::checkpoint(
+            Some(self.work_dir()),
+            format!(
+                "rank 0 sees no checkpoint in {}, but rank {rank} does ({what}): all ranks must see the same files; use a \
              work directory that they share, or copy the checkpoint to rank 0's node",
-            self.work_dir().display()
-        )))
+                self.work_dir().display()
+            ),
+        ))
     }
 
     /// Starts a new run if no checkpoint was found; returns an error if one was saved without its
     /// optimizer.
     fn start_fresh(&mut self, found: &Found) -> Result<()> {
         if let Some(path) = found.weights.first() {
-            return Err(Error::Checkpoint(without_optimizer(path)));
+            return Err(Error::checkpoint(Some(path), without_optimizer(path)));
         }
         for path in &found.exports {
             self.logger().warning(&not_resumable(path, "is an exported model"));
@@ -374,7 +381,8 @@ impl Runner {
 
     /// Returns an error for a checkpoint after which the data order would differ.
     fn check_order(&self, path: &Path, meta: &Meta) -> Result<()> {
-        let refuse = |text: String| Err(Error::Checkpoint(format!("{} {text}", path.display())));
+        let refuse =
+            |text: String| Err(Error::checkpoint(Some(path), format!("{} {text}", path.display())));
         let (was, is) = (meta.layout, self.train_loader()?.layout());
         if was.world_size == 0 {
             return refuse(format!("was published without its state: {WEIGHTS_ALONE}"));
@@ -436,7 +444,10 @@ impl Runner {
         visit_buffers(&mut *self.engine, &mut |_, spec, slice| {
             let wanted = TensorSpec { name: format!("{BUFFERS}{}", spec.name), ..spec.clone() };
             let saved = own.iter().find(|tensor| tensor.spec == wanted).ok_or_else(|| {
-                Error::Checkpoint(format!("the file of this rank has no matching `{}`", spec.name))
+                Error::checkpoint(
+                    None,
+                    format!("the file of this rank has no matching `{}`", spec.name),
+                )
             })?;
             copy_from_bytes(slice, &saved.bytes);
             Ok(())

@@ -98,7 +98,8 @@ impl Runner {
 
     /// Returns an error for a checkpoint after which this rank's samples would differ.
     pub(super) fn check_stream(&self, path: &Path, meta: &Meta) -> Result<()> {
-        let (rank, path) = (self.group.rank(), path.display());
+        let (rank, shown) = (self.group.rank(), path.display());
+        let refuse = |text: String| Err(Error::checkpoint(Some(path), text));
         // If the number of ranks differs, the check reports that first.
         let saved = meta.streams.get(rank).or_else(|| meta.streams.first());
         match (&self.train_data.stream, saved) {
@@ -106,14 +107,18 @@ impl Runner {
             (Some(stream), Some(position)) => {
                 let layout = StreamLayout { seed: meta.seed, ..stream.loader.layout() };
                 let checked = layout.check(position);
-                checked.map_err(|error| Error::Checkpoint(format!("{path}, rank {rank}: {error}")))
+                checked.map_err(|error| Error::Checkpoint {
+                    path: Some(path.to_owned()),
+                    message: format!("{shown}, rank {rank}: {error}"),
+                    source: Some(error.into()),
+                })
             }
-            (Some(_), None) => Err(Error::Checkpoint(format!(
-                "{path} was saved by a run over a data set, but this run uses a stream: resume with the data set"
-            ))),
-            (None, Some(_)) => Err(Error::Checkpoint(format!(
-                "{path} was saved by a run over a stream, but this run uses a data set: resume with the stream"
-            ))),
+            (Some(_), None) => refuse(format!(
+                "{shown} was saved by a run over a data set, but this run uses a stream: resume with the data set"
+            )),
+            (None, Some(_)) => refuse(format!(
+                "{shown} was saved by a run over a stream, but this run uses a data set: resume with the stream"
+            )),
         }
     }
 }

@@ -40,11 +40,14 @@ impl Runner {
             && !is_restart
             && let Some(path) = self.find_other_run()?
         {
-            return Err(Error::Checkpoint(format!(
-                "{} belongs to another run, whose checkpoints this run would replace: resume that run (--resume, without \
+            return Err(Error::checkpoint(
+                Some(&path),
+                format!(
+                    "{} belongs to another run, whose checkpoints this run would replace: resume that run (--resume, without \
                  --load-from), choose another work_dir (--work-dir), or remove it",
-                path.display()
-            )));
+                    path.display()
+                ),
+            ));
         }
         remove_leftovers(&work_dir)?;
         lock.sign();

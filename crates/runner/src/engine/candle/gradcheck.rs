@@ -253,5 +253,5 @@ fn precision(engine: &CandleEngine) -> (f64, f64) {
 }
 
 fn failed(e: candle_core::Error) -> Error {
-    Error::Engine(format!("checking gradients: {e}"))
+    Error::engine_during("checking gradients", e)
 }

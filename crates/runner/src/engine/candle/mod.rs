@@ -191,8 +191,7 @@ impl CandleEngine {
             ComputeDevice::Cuda(index) => {
                 // One stream for all threads: `new_cuda` would give each thread its own stream,
                 // without order between them.
-                Device::new_cuda_with_stream(index)
-                    .map_err(|e| Error::Engine(format!("{at}: {e}")))?
+                Device::new_cuda_with_stream(index).map_err(|e| Error::engine_during(at, e))?
             }
         };
         let Served { model, mut tensors, passes } =
@@ -219,7 +218,7 @@ impl CandleEngine {
             context: Context::new(options.seed),
             checked: Cell::new(!options.check_gradients),
             steps: Cell::new(0),
-            built: now().map_err(|e| Error::Engine(format!("candle: {e}")))?,
+            built: now().map_err(|e| Error::engine_during("candle", e))?,
         })
     }
 
@@ -249,7 +248,7 @@ impl CandleEngine {
         let first = (!self.checked.get()).then(|| gradcheck::ForwardState::of(self).ok()).flatten();
         let span = debug_span!(target: "runner", "forward");
         let step = self.steps.replace(self.steps.get().wrapping_add(1));
-        let begin = now().map_err(|e| Error::Engine(format!("candle: {e}")))?;
+        let begin = now().map_err(|e| Error::engine_during("candle", e))?;
         let (loss, tape) = span.in_scope(|| self.passes.record(|| self.loss(batch)));
         let loss = loss?;
         if step < 3 || step.is_multiple_of(CARRIED_INTERVAL) {
@@ -291,7 +290,7 @@ impl CandleEngine {
         }
         let text = "forward: the loss depends on a tensor that an earlier step computed from parameters, such as the \
                     state of an earlier batch: call `detach` on what is carried over";
-        Err(Error::Engine(text.to_owned()))
+        Err(Error::engine(text))
     }
 
     /// Sets autocast of later forward passes to `dtype`, by the device's lists.
@@ -302,7 +301,7 @@ impl CandleEngine {
             Some(fused_optim::DType::F16) => lists.with_f16(),
             Some(fused_optim::DType::Bf16) => lists.with_bf16(),
             Some(fused_optim::DType::F32) => {
-                return Err(Error::Engine("autocast supports f16 and bf16, not f32".to_owned()));
+                return Err(Error::engine("autocast supports f16 and bf16, not f32"));
             }
         };
         Ok(())
@@ -316,16 +315,18 @@ impl CandleEngine {
     /// Computes the loss, under autocast if enabled.
     fn forward(&self, batch: &TensorBatch) -> Result<Loss> {
         if !self.autocast.is_enabled() {
-            return self.model.loss(batch).map_err(|e| failed(&e, None));
+            return self.model.loss(batch).map_err(|e| failed(e, None));
         }
         let forward = || (self.model.loss(batch), ops::lowered_operators());
         let (loss, lowered) = ops::autocast(&self.autocast, forward);
-        let loss = loss.map_err(|e| failed(&e, ops::mixed_types_advice(&e)))?;
+        let loss = loss.map_err(|e| {
+            let advice = ops::mixed_types_advice(&e);
+            failed(e, advice)
+        })?;
         if lowered == 0 {
-            return Err(Error::Engine(
+            return Err(Error::engine(
                 "autocast is on, but no operator ran in half precision: candle-nn's own layers ignore \
-                 autocast; use half parameters instead (half_parameters = true)"
-                    .to_owned(),
+                 autocast; use half parameters instead (half_parameters = true)",
             ));
         }
         Ok(loss)
@@ -335,7 +336,8 @@ impl CandleEngine {
     /// known shapes. Without `compile` nothing is tuned.
     fn take_cache(&mut self, cache: &str) -> Result<usize> {
         if self.shapes_timed() == 0 && !cache.is_empty() {
-            let bad = |why| Error::Checkpoint(format!("the autotune cache of `compile`: {why}"));
+            let bad =
+                |why| Error::checkpoint(None, format!("the autotune cache of `compile`: {why}"));
             self.context.load_autotune_cache(cache).map_err(bad)?;
         }
         Ok(self.shapes_timed())
@@ -356,12 +358,12 @@ impl CandleEngine {
 }
 
 /// Creates the error of a forward pass in training, with advice.
-fn failed(error: &candle_core::Error, advice: Option<&str>) -> Error {
-    let text = format!("forward: {error}");
-    Error::Engine(match advice {
-        Some(advice) => format!("{}; {advice}", without_backtrace(&text)),
-        None => text,
-    })
+fn failed(error: candle_core::Error, advice: Option<&str>) -> Error {
+    let mut error = Error::engine_during("forward", error);
+    if let (Error::Engine { message, .. }, Some(advice)) = (&mut error, advice) {
+        *message = format!("{}; {advice}", without_backtrace(message));
+    }
+    error
 }
 
 impl fmt::Debug for CandleEngine {
@@ -409,7 +411,7 @@ impl Engine for CandleEngine {
     fn train_step(&mut self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
         // Zero and non-finite scales are invalid.
         if !(cx.loss_scale > 0.0 && cx.loss_scale.is_finite()) {
-            return Err(Error::Engine(format!(
+            return Err(Error::engine(format!(
                 "invalid loss scale {}: it must be positive and finite",
                 cx.loss_scale
             )));
@@ -427,7 +429,7 @@ impl Engine for CandleEngine {
     }
 
     fn loss_count(&self, batch: &Batch) -> Result<Option<f64>> {
-        self.model.loss_count(batch).map_err(|e| Error::Engine(format!("loss_count: {e}")))
+        self.model.loss_count(batch).map_err(|e| Error::engine_during("loss_count", e))
     }
 
     fn check_gradients(&mut self, batch: &Batch, ignore: &[String]) -> Result<Vec<WrongGradient>> {
@@ -442,7 +444,7 @@ impl Engine for CandleEngine {
         let on_host = self.at == ComputeDevice::Cpu;
         if options.fullgraph && !on_host && !options.graphs() {
             let at = self.at;
-            return Err(Error::Engine(format!(
+            return Err(Error::engine(format!(
                 "compile: `fullgraph` on {at} needs mode `reduce-overhead` or `max-autotune`, or \
                  backend `cudagraphs`: set one of these, or remove `fullgraph`"
             )));
@@ -465,7 +467,7 @@ impl Engine for CandleEngine {
         let batch = TensorBatch::of(&model::send(batch, &self.device)?, self.dtype)?;
         let Self { model, context, .. } = self;
         let outputs = context.evaluate(|| model.predict(&batch));
-        let outputs = outputs.map_err(|e| Error::Engine(format!("forward: {e}")))?;
+        let outputs = outputs.map_err(|e| Error::engine_during("forward", e))?;
         outputs.into_arrays(count)
     }
 
@@ -511,7 +513,11 @@ mod tests {
         };
         let (lhs, rhs, op) = (DType::BF16, DType::F32, "matmul");
         let error = with_backtrace(candle_core::Error::DTypeMismatchBinaryOp { lhs, rhs, op });
-        let said = failed(&error, ops::mixed_types_advice(&error)).to_string();
+        let advice = ops::mixed_types_advice(&error);
+        let error = failed(error, advice);
+        let cause = std::error::Error::source(&error).unwrap();
+        assert!(cause.is::<candle_core::Error>(), "{cause}");
+        let said = error.to_string();
         assert!(
             said.starts_with("forward: dtype mismatch in matmul, lhs: BF16, rhs: F32; "),
             "{said}"

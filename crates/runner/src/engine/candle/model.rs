@@ -87,8 +87,7 @@ impl TensorBatch {
             false => Ok(tensor.clone()),
         };
         let fields = sent.iter().map(|(name, tensor)| Ok((name.clone(), cast(tensor)?)));
-        let fields =
-            fields.collect::<Result<_>>().map_err(|e| Error::Engine(format!("batch: {e}")))?;
+        let fields = fields.collect::<Result<_>>().map_err(|e| Error::engine_during("batch", e))?;
         Ok(Self { fields, dtype })
     }
 
@@ -120,7 +119,7 @@ impl TensorBatch {
 /// Copies the fields of a batch to a device, in their own types.
 pub(super) fn send(batch: &Batch, device: &Device) -> RunnerResult<Vec<(String, Tensor)>> {
     let fields = batch.iter().map(|(name, array)| Ok((name.to_owned(), tensor(array, device)?)));
-    fields.collect::<Result<_>>().map_err(|e| Error::Engine(format!("batch: {e}")))
+    fields.collect::<Result<_>>().map_err(|e| Error::engine_during("batch", e))
 }
 
 /// Result of a forward pass in training mode.
@@ -154,27 +153,26 @@ impl Loss {
         let Self { value, .. } = self;
         let (shape, dtype) = (value.shape(), value.dtype());
         if value.elem_count() != 1 || dtype != DType::F32 {
-            return Err(Error::Engine(format!(
+            return Err(Error::engine(format!(
                 "the loss must be one f32, got {shape:?} of {dtype:?}"
             )));
         }
         if !value.track_op() {
-            return Err(Error::Engine(
-                "the loss depends on no trained parameter: all are frozen, or it is detached"
-                    .to_owned(),
+            return Err(Error::engine(
+                "the loss depends on no trained parameter: all are frozen, or it is detached",
             ));
         }
         let one = |(name, scalar): &(String, Tensor)| match scalar_of(scalar)
             .and_then(|scalar| scalar.detach().reshape(1))
         {
             Ok(scalar) => Ok((name.clone(), scalar)),
-            Err(e) => Err(Error::Engine(format!("scalar `{name}`: {e}"))),
+            Err(e) => Err(Error::engine_during(format!("scalar `{name}`"), e)),
         };
         let loss = ("loss".to_owned(), value.clone());
         let scalars = std::iter::once(&loss).chain(&self.scalars).map(one);
         let (names, values): (_, Vec<_>) =
             scalars.collect::<RunnerResult<Vec<_>>>()?.into_iter().unzip();
-        let values = Tensor::cat(&values, 0).map_err(|e| Error::Engine(format!("scalars: {e}")))?;
+        let values = Tensor::cat(&values, 0).map_err(|e| Error::engine_during("scalars", e))?;
         Ok(Scalars { names, values })
     }
 }
@@ -191,7 +189,7 @@ impl Scalars {
     /// Copies the scalars to the host.
     pub(super) fn read(&self) -> RunnerResult<Losses> {
         let values = self.values.to_vec1::<f64>();
-        let values = values.map_err(|e| Error::Engine(format!("reading the losses: {e}")))?;
+        let values = values.map_err(|e| Error::engine_during("reading the losses", e))?;
         Ok(Losses::new(self.names.iter().cloned().zip(values).collect()))
     }
 }
@@ -222,10 +220,10 @@ impl Outputs {
             .into_iter()
             .map(|(name, tensor)| {
                 let array = to_array(&tensor)
-                    .map_err(|e| Error::Engine(format!("output `{name}`: {e}")))?;
+                    .map_err(|e| Error::engine_during(format!("output `{name}`"), e))?;
                 if array.shape().first() != Some(&count) {
                     let shape = array.shape();
-                    return Err(Error::Engine(format!(
+                    return Err(Error::engine(format!(
                         "output `{name}` has shape {shape:?}, but the batch has {count} samples"
                     )));
                 }

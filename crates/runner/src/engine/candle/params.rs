@@ -75,7 +75,7 @@ pub(super) fn serve<M>(
     frozen: Vec<String>,
     build: impl FnOnce(VarBuilder<'static>) -> candle_core::Result<M>,
 ) -> Result<Served<M>> {
-    let sources = Sources::new(device).map_err(|e| Error::Engine(format!("candle: {e}")))?;
+    let sources = Sources::new(device).map_err(|e| Error::engine_during("candle", e))?;
     let registry = Arc::<Mutex<Registry>>::default();
     let backend = Backend {
         registry: Arc::clone(&registry),
@@ -85,7 +85,7 @@ pub(super) fn serve<M>(
         frozen: frozen.clone(),
     };
     let builder = VarBuilder::from_backend(Box::new(backend), dtype, device.clone());
-    let model = build(builder).map_err(|e| Error::Engine(format!("building: {e}")))?;
+    let model = build(builder).map_err(|e| Error::engine_during("building", e))?;
     let mut registry = registry.lock();
     registry.closed = true;
     let tensors = std::mem::take(&mut registry.tensors);
@@ -224,7 +224,7 @@ impl Passes {
         sink: Option<&SharedSink>,
         kept: Option<Gradients>,
     ) -> Result<Gradients> {
-        let failed = |e| Error::Engine(format!("backward: {e}"));
+        let failed = |e| Error::engine_during("backward", e);
         let kept = Rc::new(RefCell::new(kept));
         let (own, sink) = (Rc::clone(&kept), sink.cloned());
         let ready = move |index, gradient: Tensor| {

@@ -416,7 +416,7 @@ fn failure_to_build_a_model_on_one_rank_ends_all_and_creates_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let work_dir = dir.path().join("run");
     let outcome = run(MLP, &work_dir, 3, |builder, rank| match rank {
-        1 => builder.model(Box::new(|_| Err(Error::Engine("no memory".into())))),
+        1 => builder.model(Box::new(|_| Err(Error::engine("no memory")))),
         _ => builder,
     });
     assert_all_end_with(outcome, "no memory");

@@ -153,7 +153,7 @@ fn non_finite_weights_do_not_replace_a_checkpoint() {
     for error in outcome {
         let error = error.unwrap_err();
         assert!(
-            matches!(error, Error::Diverged(_)) && error.to_string().contains(&says),
+            matches!(error, Error::Diverged { .. }) && error.to_string().contains(&says),
             "{error}"
         );
     }
@@ -219,8 +219,10 @@ fn check_invalid_loss_hook_ends_the_run_at_its_interval() {
     let config = format!("{}{check}", fp32());
     let outcome = run(&config, dir.path(), 2, |builder, _| builder.hook(poison(29)));
     for outcome in outcome {
-        let said = outcome.unwrap_err().to_string();
+        let error = outcome.unwrap_err();
+        let said = error.to_string();
         assert!(said.contains("the loss is NaN at iteration 32 on rank "), "{said}");
+        assert!(matches!(error, Error::InvalidLoss { loss, iter: 32, .. } if loss.is_nan()));
     }
     assert!(checkpoints(dir.path()).contains(&"epoch_2".to_owned()));
 }

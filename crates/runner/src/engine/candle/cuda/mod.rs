@@ -55,7 +55,7 @@ impl Cuda {
     /// Opens the GPU of a device, also for the model's tensors; `None` for the host.
     pub(super) fn open(device: &Device, tensors: &mut ModelTensors) -> Result<Option<Self>> {
         let Device::Cuda(device) = device else { return Ok(None) };
-        let failed = |e| Error::Engine(format!("opening the GPU for an optimizer: {e}"));
+        let failed = |e| Error::engine_during("opening the GPU for an optimizer", e);
         // SAFETY: events order streams. This context has one stream, candle's, in which everything
         // is allocated, used and freed; the optimizer works in it, and averages and batches are
         // ordered after and before it by events of their own. A model that creates another stream
@@ -180,7 +180,7 @@ impl CandleEngine {
             Ok((name.to_owned(), cuda.inputs.tensor(array, device)?))
         };
         let fields = batch.iter().map(field).collect::<candle_core::Result<_>>();
-        fields.map_err(|e| Error::Engine(format!("batch: {e}")))
+        fields.map_err(|e| Error::engine_during("batch", e))
     }
 
     /// Returns the GPU of the model, with the stream in use; `None` on the host.
@@ -190,7 +190,7 @@ impl CandleEngine {
     }
 
     fn cuda(&self) -> Result<&Cuda> {
-        self.cuda.as_ref().ok_or_else(|| Error::Engine("the model is on the host".to_owned()))
+        self.cuda.as_ref().ok_or_else(|| Error::engine("the model is on the host"))
     }
 
     /// Runs a training step, as a graph if `compile` asked for it.
@@ -214,13 +214,12 @@ impl CandleEngine {
         let Scalars { names, values } = scalars;
         let (storage, layout) = values.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { return scalars.read() };
-        let slice = storage.as_cuda_slice::<f64>().map_err(|e| failed_reading(&e))?;
+        let slice = storage.as_cuda_slice::<f64>().map_err(failed_reading)?;
         let slice = slice.slice(layout.start_offset()..layout.start_offset() + names.len());
         let (address, _guard) = slice.device_ptr(gpu.stream());
         // SAFETY: candle frees the tensor in the order of this stream, after the copy. It is not
         // overwritten before either: later steps and graph launches are ordered after the copy.
-        let read =
-            unsafe { gpu.read_later(address, 8 * names.len()) }.map_err(|e| failed_reading(&e))?;
+        let read = unsafe { gpu.read_later(address, 8 * names.len()) }.map_err(failed_reading)?;
         Ok(Losses::late(names.clone(), LateScalars(Mutex::new(read))))
     }
 }
@@ -232,13 +231,13 @@ struct LateScalars(Mutex<LateRead>);
 impl LateValues for LateScalars {
     fn poll(&self) -> Result<Option<Vec<f64>>> {
         let read = self.0.lock();
-        let bytes = read.poll().map_err(|e| failed_reading(&e))?;
+        let bytes = read.poll().map_err(failed_reading)?;
         Ok(bytes.map(to_f64))
     }
 
     fn wait(&self) -> Result<Vec<f64>> {
         let read = self.0.lock();
-        read.wait().map(to_f64).map_err(|e| failed_reading(&e))
+        read.wait().map(to_f64).map_err(failed_reading)
     }
 }
 
@@ -246,8 +245,8 @@ fn to_f64(bytes: &[u8]) -> Vec<f64> {
     bytes.as_chunks().0.iter().map(|number| f64::from_ne_bytes(*number)).collect()
 }
 
-fn failed_reading(error: &dyn std::error::Error) -> Error {
-    Error::Engine(format!("reading the losses: {error}"))
+fn failed_reading(error: impl Into<train_step::BoxError>) -> Error {
+    Error::engine_during("reading the losses", error)
 }
 
 /// Returns the engine as a device engine; `None` on the host.

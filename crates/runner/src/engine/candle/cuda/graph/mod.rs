@@ -128,7 +128,7 @@ impl Graphs {
         // candle's errors may end with a backtrace.
         let why = why.lines().next().unwrap_or_default().to_owned();
         if self.fullgraph {
-            return Err(Error::Engine(format!(
+            return Err(Error::engine(format!(
                 "compile: `fullgraph` is set, but a step cannot be captured: {why}"
             )));
         }
@@ -284,7 +284,7 @@ impl Step {
     fn check(&self, batch: &Batch) -> Result<()> {
         let numbers = numbers(batch);
         let checked = self.checks.iter().try_for_each(|check| check.check(&numbers));
-        checked.map_err(|e| failed("forward", &e))
+        checked.map_err(|e| failed("forward", e))
     }
 
     /// Launches the graph for a batch.
@@ -295,9 +295,9 @@ impl Step {
         cx: &mut StepContext<'_>,
     ) -> Result<Losses> {
         self.check(batch)?;
-        self.outputs.part().map_err(|e| failed("keeping gradients", &e))?;
+        self.outputs.part().map_err(|e| failed("keeping gradients", e))?;
         self.inputs.fill(engine, batch, cx.loss_scale)?;
-        self.graph.launch().map_err(|e| failed("launching a step", &e))?;
+        self.graph.launch().map_err(|e| failed("launching a step", e))?;
         let losses = engine.losses(&self.outputs.own.scalars)?;
         if let Some(step) = self.optimizer_step(cx) {
             let device = on_device(&mut *step.optimizer)?;
@@ -374,7 +374,7 @@ fn capture(
     batch: &Batch,
     cx: &mut StepContext<'_>,
 ) -> Result<(Computed, std::result::Result<Step, Refusal>)> {
-    let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
+    let device = engine.device.as_cuda_device().map_err(|e| failed("capture", e))?;
     let inputs = Inputs::new(batch, cx.loss_scale, &engine.device)?;
     let drawn = random_position();
     // From here to the end of the capture candle keeps the data it sends.
@@ -392,7 +392,7 @@ fn capture(
     let launches = ready.transpose()?.flatten();
     let recorded = Graph::of(&device.cuda_stream(), || {
         let (computed, checks) = compute(engine, &inputs, batch, true)?;
-        outputs.take(&computed).map_err(|e| failed("keeping results", &e))?;
+        outputs.take(&computed).map_err(|e| failed("keeping results", e))?;
         if let Some(step) = step.as_mut().filter(|_| launches.is_some()) {
             optimizer::launch(step, engine, &outputs.own.grads)?;
         }
@@ -410,7 +410,7 @@ fn capture(
         }
     };
     if graph.kept > 0 {
-        return Err(Error::Engine(format!(
+        return Err(Error::engine(format!(
             "compile: {} tensors created in a step outlive it, but have no memory outside of the graph: do \
              not use mode `reduce-overhead` or `max-autotune`, or backend `cudagraphs`",
             graph.kept
@@ -427,7 +427,7 @@ const DRAWS: &str = "dropout draws a new mask on the host in each step";
 /// memory, and freeing each causes an error of the driver, once: this happens here instead of in a
 /// later step. Buffers and random position are unchanged.
 fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
-    let device = engine.device.as_cuda_device().map_err(|e| failed("capture", &e))?;
+    let device = engine.device.as_cuda_device().map_err(|e| failed("capture", e))?;
     let before = ForwardState::of(engine).map_err(copying)?;
     for _ in 0..MOST_KEPT {
         let computed = compute(engine, inputs, batch, false);
@@ -447,13 +447,13 @@ fn addresses(engine: &CandleEngine) -> Result<Vec<u64>> {
     let all = engine.tensors.params.tensors.iter().chain(&engine.tensors.buffers.tensors);
     let address = |tensor: &Tensor| Ok(DeviceSlice::try_from(tensor)?.ptr);
     let all = all.map(address).collect::<candle_core::Result<_>>();
-    all.map_err(|e| failed("lending a tensor", &e))
+    all.map_err(|e| failed("lending a tensor", e))
 }
 
 fn copying(error: candle_core::Error) -> Error {
-    failed("copying buffers", &error)
+    failed("copying buffers", error)
 }
 
-fn failed(during: &str, error: &dyn std::error::Error) -> Error {
-    Error::Engine(format!("{during}: {error}"))
+fn failed(during: &str, error: impl Into<train_step::BoxError>) -> Error {
+    Error::engine_during(during, error)
 }

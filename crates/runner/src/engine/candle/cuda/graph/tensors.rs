@@ -60,7 +60,7 @@ pub(super) struct Inputs {
 
 impl Inputs {
     pub(super) fn new(batch: &Batch, scale: f32, device: &Device) -> Result<Self> {
-        let scale = Tensor::new(scale, device).map_err(|e| failed("loss scale", &e))?;
+        let scale = Tensor::new(scale, device).map_err(|e| failed("loss scale", e))?;
         Ok(Self { fields: model::send(batch, device)?, scale })
     }
 
@@ -72,7 +72,7 @@ impl Inputs {
             });
         filled
             .and_then(|()| self.scale.inplace_op1(&Upload(cuda, &ArrayData::F32(vec![scale]))))
-            .map_err(|e| failed("batch", &e))
+            .map_err(|e| failed("batch", e))
     }
 }
 
@@ -165,5 +165,5 @@ pub(super) fn same_bits(a: &Tensor, b: &Tensor) -> Result<bool> {
         tensor.write_bytes(&mut bytes).map(|()| bytes)
     };
     let same = || Ok(bytes(a)? == bytes(b)?);
-    same().map_err(|e: candle_core::Error| failed("comparing results", &e))
+    same().map_err(|e: candle_core::Error| failed("comparing results", e))
 }

@@ -62,7 +62,7 @@ impl WrapperOver for Checked {
         cx: &mut StepContext<'_>,
     ) -> train_step::Result<()> {
         if engine.as_ref().is_some_and(|engine| engine.params().is_empty()) {
-            return Err(Error::Data("nothing to train".into()).into());
+            return Err(Error::data("nothing to train").into());
         }
         self.0.prepare(engine, cx)
     }
@@ -77,7 +77,7 @@ impl Hook for StopOnNan {
     }
     fn after_train_iter(&mut self, _: &mut Runner, _: &Batch, losses: &Losses) -> Result<()> {
         let nan = losses.scalars()?.iter().find(|(_, value)| value.is_nan());
-        nan.map_or(Ok(()), |(name, _)| Err(Error::Data(format!("{name} is not a number"))))
+        nan.map_or(Ok(()), |(name, _)| Err(Error::data(format!("{name} is not a number"))))
     }
 }
 

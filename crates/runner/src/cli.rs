@@ -414,7 +414,7 @@ fn draw(args: PlotArgs) -> Result<ExitCode> {
     let out = args.out.or_else(|| args.runs.first().map(beside)).unwrap_or_default();
     if out.is_file() && out.extension().is_none_or(|end| end != "svg") {
         let text = format!("{}: exists and is no .svg: choose another --out", out.display());
-        return Err(Error::Config(text));
+        return Err(Error::config(text));
     }
     checkpoint::write_output(&out, svg.as_bytes())?;
     print(&format!("{}\n", out.display()))

@@ -11,12 +11,22 @@ use train_step::BoxError;
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The configuration is wrong; the text names file, line, column and the nearest valid name.
-    #[error("{0}")]
-    Config(String),
+    /// The configuration is wrong, or a call contradicts it. Display has one mistake per line.
+    #[error("{}", lines(mistakes))]
+    Config {
+        /// All that were found at once.
+        mistakes: Vec<Mistake>,
+    },
     /// Data cannot be read or does not have the expected form.
-    #[error("{0}")]
-    Data(String),
+    #[error("{}{reason}", prefix(what.as_deref()))]
+    Data {
+        /// The data set, file or part of one, if known.
+        what: Option<String>,
+        /// Why it cannot be used, with the text of the cause.
+        reason: String,
+        /// The cause, if another library found it.
+        source: Option<BoxError>,
+    },
     /// The tensor engine failed. Display omits a backtrace that its library appended to the text.
     #[error("{}", without_backtrace(message))]
     Engine {
@@ -143,15 +153,34 @@ impl From<train_step::Error> for Error {
                 Self::StepsSkipped { parameter, skips, scale }
             }
             E::Spent { cause } => Self::Spent { object: SpentObject::OptimWrapper, cause },
-            E::NotOnDevice { .. } => Self::Config(format!(
+            E::NotOnDevice { .. } => Self::config(format!(
                 "device = \"cuda\": {error} with env_cfg.dist_cfg.backend = \"host\""
             )),
-            _ => Self::Config(error.to_string()),
+            _ => Self::config(error.to_string()),
         }
     }
 }
 
 impl Error {
+    /// One mistake in the configuration, without its place.
+    pub fn config(reason: impl Into<String>) -> Self {
+        Self::Config { mistakes: vec![Mistake { place: None, reason: reason.into() }] }
+    }
+
+    /// Wrong data of no named file or data set.
+    pub fn data(reason: impl Into<String>) -> Self {
+        Self::Data { what: None, reason: reason.into(), source: None }
+    }
+
+    pub(crate) fn data_of(what: impl fmt::Display, reason: impl fmt::Display) -> Self {
+        Self::Data { what: Some(what.to_string()), reason: reason.to_string(), source: None }
+    }
+
+    pub(crate) fn data_failed(what: Option<String>, source: impl Into<BoxError>) -> Self {
+        let source = source.into();
+        Self::Data { what, reason: source.to_string(), source: Some(source) }
+    }
+
     /// The engine refuses a call; nothing below it has failed.
     pub fn engine(message: impl Into<String>) -> Self {
         Self::Engine { message: message.into(), source: None }
@@ -169,6 +198,45 @@ impl Error {
     }
 }
 
+/// One mistake in a configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mistake {
+    /// The key or value, if known.
+    pub place: Option<ConfigPlace>,
+    /// The mistake, with the nearest valid name; without the place.
+    pub reason: String,
+}
+
+/// Place of a key or value in a configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigPlace {
+    /// Name of the file, or `--cfg-options` and the option.
+    pub source: String,
+    /// Line and column in the file, both counted from 1, columns in characters; `None` in an
+    /// option.
+    pub line_and_column: Option<(usize, usize)>,
+}
+
+/// `place: reason`.
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.place {
+            Some(place) => write!(f, "{place}: {}", self.reason),
+            None => f.write_str(&self.reason),
+        }
+    }
+}
+
+/// `file:line:column`, or the option.
+impl fmt::Display for ConfigPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.source, self.line_and_column) {
+            (name, Some((line, column))) => write!(f, "{name}:{line}:{column}"),
+            (option, None) => f.write_str(option),
+        }
+    }
+}
+
 /// For an error within a visit of a model's tensors: [`Error::from`] returns it unchanged.
 impl From<Error> for train_step::Error {
     fn from(error: Error) -> Self {
@@ -180,6 +248,14 @@ impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
+}
+
+fn lines(mistakes: &[Mistake]) -> String {
+    mistakes.iter().map(Mistake::to_string).collect::<Vec<_>>().join("\n")
+}
+
+fn prefix(what: Option<&str>) -> String {
+    what.map_or_else(String::new, |what| format!("{what}: "))
 }
 
 /// Returns the text before std's backtrace, which candle appends to its errors if `RUST_BACKTRACE`
@@ -307,6 +383,16 @@ mod tests {
             panic!("{error}")
         };
         assert_eq!((cause.as_str(), error.to_string()), ("no memory", spent().to_string()));
+    }
+
+    #[test]
+    fn data_errors_have_data_set_and_cause() {
+        let cause = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
+        let error = Error::data_failed(Some("digits".to_owned()), cause);
+        assert_eq!(error.to_string(), "digits: unexpected end of file");
+        let cause = std::error::Error::source(&error).unwrap();
+        assert!(cause.is::<std::io::Error>(), "{cause}");
+        assert!(matches!(error, Error::Data { what: Some(what), .. } if what == "digits"));
     }
 
     #[test]

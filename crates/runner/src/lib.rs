@@ -100,7 +100,7 @@ mod testing;
 #[cfg(feature = "candle")]
 pub mod zoo;
 
-pub use error::{Error, NotFiniteSince, Result, SpentObject};
+pub use error::{ConfigPlace, Error, Mistake, NotFiniteSince, Result, SpentObject};
 pub use runner::{DataLoaderConfig, Length, LoadOptions, Runner, RunnerBuilder, Save, TrainConfig};
 pub use train_step;
 

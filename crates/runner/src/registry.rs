@@ -106,7 +106,7 @@ impl<T> Registry<T> {
     ) -> Result<()> {
         let mut registered = self.registered.write();
         if registered.contains_key(name) || self.builtin.iter().any(|(known, _)| *known == name) {
-            return Err(Error::Config(format!("{} `{name}` is already registered", self.kind)));
+            return Err(Error::config(format!("{} `{name}` is already registered", self.kind)));
         }
         registered.insert(name.to_owned(), Arc::new(builder));
         Ok(())

@@ -84,7 +84,7 @@ impl Paramwise {
         groups
     }
 
-    /// Returns a warning that names the custom keys that no name contains, and the names.
+    /// Returns a text that names the custom keys that no name contains, and the names.
     #[must_use]
     pub fn unmatched(&self, params: &[TensorSpec]) -> Option<String> {
         let in_no_name = |key: &&str| !params.iter().any(|p| dotted(&p.name).contains(*key));

@@ -57,7 +57,7 @@ fn destination(out: &Path) -> Result<(PathBuf, String)> {
         Some(None) => "must be UTF-8",
         _ => "must end with .safetensors",
     };
-    Err(Error::Config(format!("{}: the name {why}", out.display())))
+    Err(Error::config(format!("{}: the name {why}", out.display())))
 }
 
 fn weights(checkpoint: &Checkpoint, in_training: bool) -> Result<Vec<Tensor>> {

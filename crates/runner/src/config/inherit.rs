@@ -22,10 +22,10 @@ fn read_inner(path: &Path, open: &mut Vec<PathBuf>) -> Result<(Node, Option<Stri
     let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
     if ["py", "yaml", "yml"].contains(&extension.as_str()) {
         let text = format!("{name}: .{extension} is not supported: write it as TOML or JSON");
-        return Err(Error::Config(text));
+        return Err(Error::config(text));
     }
     let text = std::fs::read_to_string(path)
-        .map_err(|e| Error::Config(format!("{name}: cannot read: {e}")))?;
+        .map_err(|e| Error::config(format!("{name}: cannot read: {e}")))?;
     let mut root = super::parse(&name, &text)?;
     let bases = take_bases(&mut root)?;
     if bases.is_empty() {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::{Error, Result};
+use crate::{Error, Mistake, Result};
 
 /// List of the errors found so far. Clones share it.
 #[derive(Clone, Debug, Default)]
@@ -30,15 +30,15 @@ impl Mistakes {
 
     /// Error for a missing value whose own error is already on the list.
     pub(crate) const fn listed() -> Error {
-        Error::Config(String::new())
+        Error::Config { mistakes: Vec::new() }
     }
 
     /// Returns whether this is an error made by [`listed`](Self::listed).
     pub(crate) fn is_listed(error: &Error) -> bool {
-        matches!(error, Error::Config(text) if text.is_empty())
+        matches!(error, Error::Config { mistakes } if mistakes.is_empty())
     }
 
-    /// Returns all errors as one error, one per line.
+    /// Returns all errors as one error; a single one as it is.
     ///
     /// # Errors
     ///
@@ -46,8 +46,11 @@ impl Mistakes {
     pub(crate) fn check(&self) -> Result<()> {
         let mut all = std::mem::take(&mut *self.0.lock());
         if all.len() > 1 {
-            let lines: Vec<_> = all.iter().map(Error::to_string).collect();
-            return Err(Error::Config(lines.join("\n")));
+            let mistakes = all.into_iter().flat_map(|error| match error {
+                Error::Config { mistakes } => mistakes,
+                error => vec![Mistake { place: None, reason: error.to_string() }],
+            });
+            return Err(Error::Config { mistakes: mistakes.collect() });
         }
         all.pop().map_or(Ok(()), Err)
     }

@@ -7,14 +7,14 @@
 
 use super::toml;
 use super::tree::{Entry, MAX_DEPTH, Node, Source, Span, Value, shortened};
-use crate::{Error, Result};
+use crate::Result;
 
 /// Applies one override. Missing tables on the path of the key are created.
 pub(super) fn apply(root: &mut Node, option: &str) -> Result<()> {
     let source = Source::cfg_option(option);
     let place = source.at(0);
     let Some((key, text)) = option.split_once('=') else {
-        return Err(Error::Config(format!("{place}: expected `dotted.key=value`")));
+        return Err(place.error("expected `dotted.key=value`"));
     };
     let parts: Vec<_> = key.trim().split('.').collect();
     if parts.iter().any(|part| part.is_empty()) {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::Error;
+use crate::{ConfigPlace, Error, Mistake};
 
 /// Maximum depth of tables and arrays, as trees are walked recursively. JSON is parsed with a limit
 /// of 128.
@@ -62,7 +62,19 @@ impl Span {
     /// Creates an error at this span.
     #[must_use]
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
-        Error::Config(format!("{self}: {message}"))
+        let (place, reason) = (Some(self.place()), message.to_string());
+        Error::Config { mistakes: vec![Mistake { place, reason }] }
+    }
+
+    /// Returns the place for an error.
+    pub(crate) fn place(&self) -> ConfigPlace {
+        let Source { name, line_starts, text } = &*self.source;
+        let line_and_column = (!line_starts.is_empty()).then(|| {
+            let line = self.line();
+            let before = text.get(line_starts[line - 1]..self.offset);
+            (line, before.map_or(0, |before| before.chars().count()) + 1)
+        });
+        ConfigPlace { source: name.clone(), line_and_column }
     }
 
     /// Description relative to `here`: the line, and the file if it differs.
@@ -92,14 +104,7 @@ impl Span {
 /// `file:line:col`, both counted from 1, columns in characters; or the override.
 impl std::fmt::Display for Span {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Source { name, line_starts, text } = &*self.source;
-        if line_starts.is_empty() {
-            return f.write_str(name);
-        }
-        let line = self.line();
-        let start = line_starts[line - 1];
-        let column = text.get(start..self.offset).map_or(0, |s| s.chars().count()) + 1;
-        write!(f, "{name}:{line}:{column}")
+        self.place().fmt(f)
     }
 }
 

@@ -282,7 +282,7 @@ fn tokenize(section: &mut Section) -> Result<TransformFactory> {
     }
     Ok(Box::new(move || {
         let tokenize = train_data::transforms::Tokenize::from_file(&file);
-        Ok(Box::new(tokenize.map_err(|why| crate::Error::Data(why.to_string()))?))
+        Ok(Box::new(tokenize.map_err(|why| crate::Error::data_failed(None, why))?))
     }))
 }
 

@@ -224,7 +224,7 @@ impl CheckpointHook {
             (name, _) => name.to_owned(),
         };
         let score = find_metric(metrics, &metric)
-            .map_err(|why| Error::Config(format!("save_best: {why}")))?;
+            .map_err(|why| Error::config(format!("save_best: {why}")))?;
         let rule = match wanted.rule {
             Some(rule) => rule,
             None => rule_by(&metric, &wanted.greater_keys, &wanted.less_keys)?,
@@ -806,7 +806,7 @@ mod tests {
         }
         fn after_train_iter(&mut self, runner: &mut Runner, _: &Batch, _: &Losses) -> Result<()> {
             if runner.position().iter == self.0 {
-                return Err(Error::Data("killed".into()));
+                return Err(Error::data("killed"));
             }
             Ok(())
         }

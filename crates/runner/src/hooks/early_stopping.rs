@@ -149,7 +149,7 @@ impl Hook for EarlyStoppingHook {
                 self.stop(runner);
                 Ok(())
             }
-            Err(why) if self.strict => Err(Error::Config(format!("EarlyStoppingHook: {why}"))),
+            Err(why) if self.strict => Err(Error::config(format!("EarlyStoppingHook: {why}"))),
             Err(why) => {
                 runner.logger().warning(&format!("EarlyStoppingHook: {why}"));
                 Ok(())

@@ -215,7 +215,7 @@ mod tests {
     #[test]
     fn failed_run_flushes_its_log() {
         let dir = tempfile::tempdir().unwrap();
-        let fail = |_: &Path| Err(Error::Data("on purpose".into()));
+        let fail = |_: &Path| Err(Error::data("on purpose"));
         let run = builder(dir.path(), 38).hook(Box::new(LoggerHook::new(10)));
         run.hook(Box::new(After(25, fail))).build().unwrap().train().unwrap_err();
         assert_eq!(written(dir.path()), (2, 2));

@@ -38,7 +38,7 @@ pub(super) fn rule_by(name: &str, greater: &[String], less: &[String]) -> Result
     let whole = known.iter().find(|(names, _)| names.contains(&lower));
     let part = || known.iter().find(|(names, _)| names.iter().any(|part| lower.contains(part)));
     whole.or_else(part).map(|(_, rule)| *rule).ok_or_else(|| {
-        Error::Config(format!(
+        Error::config(format!(
             "cannot derive from the name `{name}` whether less or greater is better: set `rule`"
         ))
     })

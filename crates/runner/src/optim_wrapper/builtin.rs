@@ -147,8 +147,8 @@ impl Part {
         let mut groups = self.paramwise.groups(params);
         let all: Vec<_> = (0..params.len()).collect();
         let own_params = own.unwrap_or(&all).iter().map(|index| params[*index].clone());
-        if let Some(warning) = self.paramwise.unmatched(&own_params.collect::<Vec<_>>()) {
-            placement.warn(format!("paramwise_cfg: {warning}"));
+        if let Some(text) = self.paramwise.unmatched(&own_params.collect::<Vec<_>>()) {
+            return Err(Error::config(format!("paramwise_cfg: {text}")));
         }
         if let Some(own) = own {
             groups.iter_mut().for_each(|group| group.params.retain(|index| own.contains(index)));

@@ -285,9 +285,9 @@ pub(crate) fn group_options(
         }
         (_, Ok(_), Transport::Hccl) => {
             let text = "backend = \"hccl\" needs device = \"npu\"";
-            return Err(Error::Config(text.to_owned()));
+            return Err(Error::config(text));
         }
-        (_, Err(error), Transport::Hccl) => return Err(Error::Config(error.to_string())),
+        (_, Err(error), Transport::Hccl) => return Err(Error::config(error.to_string())),
         _ => options,
     })
 }
@@ -298,7 +298,7 @@ const NO_CUDA: &str = "device `cuda` needs `runner` built with the feature `cuda
 const NO_NPU: &str = "device `npu` needs `runner` built with the feature `npu`";
 
 fn refused(device: &str, why: impl fmt::Display) -> Error {
-    Error::Config(format!("device = \"{device}\": {why}"))
+    Error::config(format!("device = \"{device}\": {why}"))
 }
 
 /// Creates an optimizer on the device of a placement: `optimizer!(placement, SgdHyper, groups)`.
@@ -389,7 +389,7 @@ impl Placement {
     pub(crate) fn for_engine(self, on: Option<(ComputeDevice, OptimizerDevice)>) -> Result<Self> {
         let (on, stream) = on.unwrap_or_default();
         if self.model != ComputeDevice::Cpu && on != self.model {
-            return Err(Error::Config(format!(
+            return Err(Error::config(format!(
                 "device = \"cuda\": the model computes on {on}, not on {}: create it on the device of its \
                  `ModelContext`, as `CandleEngine::factory` and the zoo's models do",
                 self.model
@@ -406,7 +406,7 @@ impl Placement {
             Some(Clip::Norm(norm)) if on_gpu && norm.error_if_nonfinite => "error_if_nonfinite",
             _ => return Ok(()),
         };
-        Err(Error::Config(format!(
+        Err(Error::config(format!(
             "device = \"cuda\": `clip_grad.{what}` is not supported by optimizers on a GPU; use the 2-norm without \
              `error_if_nonfinite`, or {OFFLOAD}"
         )))
@@ -436,11 +436,6 @@ impl Placement {
         return self.npu.as_ref().and_then(npu::Npu::overflows);
         #[cfg(not(feature = "npu"))]
         None
-    }
-
-    /// Adds a warning for the beginning of the log.
-    pub(crate) fn warn(&self, warning: String) {
-        self.warnings.lock().push(warning);
     }
 
     /// Returns the warnings so far.
@@ -488,7 +483,7 @@ impl Placement {
             ComputeDevice::Cpu => ("npu", String::new()),
             ComputeDevice::Cuda(_) => ("cuda", format!(", or set {OFFLOAD}")),
         };
-        Err(Error::Config(format!(
+        Err(Error::config(format!(
             "device = \"{asked}\": the optimizer `{kind}` computes on {on}, not on {name}: use one of the nine \
              named `NpuFused...`, create your own on the device of the `Placement` passed to its \
              factory{other}"
@@ -526,14 +521,15 @@ mod tests {
             assert_eq!(got, expected, "{device:?}, {transport:?}, {world_size} ranks");
             assert_eq!(options.transport, transport);
         }
-        for found in [Ok(None), Err(Error::Config("no NPU".to_owned()))] {
+        for found in [Ok(None), Err(Error::config("no NPU"))] {
             let group = |transport| {
                 let options = GroupOptions::default().with_transport(transport);
                 group_options(options, (DeviceConfig::Cpu, &found), 2)
             };
             assert_eq!(group(Auto).unwrap().npu_device, None);
-            let Err(Error::Config(error)) = group(Hccl) else { panic!("not refused") };
-            assert!(error.to_lowercase().contains("npu"), "{error}");
+            let error = group(Hccl).unwrap_err();
+            assert!(matches!(error, Error::Config { .. }));
+            assert!(error.to_string().to_lowercase().contains("npu"), "{error}");
         }
     }
 }

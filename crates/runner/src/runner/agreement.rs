@@ -104,9 +104,9 @@ pub(super) fn compare(group: &ProcessGroup, what: &str, own: &[(String, String)]
         Some(format!("{name} is {first} on rank 0 and {theirs} on rank {rank}"))
     });
     match differs {
-        Some(text) => Err(Error::Config(format!("{what} differ between ranks: {text}"))),
+        Some(text) => Err(Error::config(format!("{what} differ between ranks: {text}"))),
         None if all.iter().any(|theirs| theirs.len() != all[0].len()) => {
-            Err(Error::Config(format!("{what} differ in number between ranks")))
+            Err(Error::config(format!("{what} differ in number between ranks")))
         }
         None => Ok(()),
     }

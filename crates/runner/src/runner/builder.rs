@@ -351,7 +351,7 @@ fn seed_and_time(group: &ProcessGroup, seed: Option<u64>) -> Result<(u64, String
 }
 
 fn need(what: &str) -> Error {
-    Error::Config(format!("the run has no {what}"))
+    Error::config(format!("the run has no {what}"))
 }
 
 /// Returns the training parts; or, in a run that only evaluates, no loader and an optimizer that
@@ -380,7 +380,7 @@ pub(super) fn build_model(model: ModelFactory, cx: &ModelContext) -> Result<Box<
     for (key, is_set) in [("frozen", !cx.frozen.is_empty()), ("lora", cx.lora.is_some())] {
         if is_set && engine.frozen().is_empty() {
             let why = format!("{key}: this engine trains all parameters: remove `{key}`");
-            return Err(Error::Config(why));
+            return Err(Error::config(why));
         }
     }
     Ok(engine)
@@ -515,7 +515,7 @@ fn in_order(
     let steps = has(ParamSchedulerHook.name());
     if evaluates_others && has("EMAHook") {
         let why = "EMAHook: this optimizer has averages of the weights itself: remove EMAHook";
-        return Err(Error::Config(why.to_owned()));
+        return Err(Error::config(why));
     }
     if !schedules.all().is_empty() && !steps {
         hooks.push((ParamSchedulerHook.priority(), Box::new(ParamSchedulerHook)));
@@ -617,10 +617,8 @@ mod tests {
     #[test]
     fn evaluation_creates_no_other_data() {
         let dir = tempfile::tempdir().unwrap();
-        let none = || DataLoaderConfig {
-            dataset: Box::new(|| Err(Error::Data("not here".into()))),
-            ..blank(3)
-        };
+        let none =
+            || DataLoaderConfig { dataset: Box::new(|| Err(Error::data("not here"))), ..blank(3) };
         let build = |work_dir: &str, split| {
             let run = builder(&dir.path().join(work_dir), 1).train_dataloader(none());
             let run = run.train_cfg(TrainConfig::by_iters(9));

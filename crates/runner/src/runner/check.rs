@@ -31,7 +31,7 @@ use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::placement::{DeviceConfig, Placement};
 use crate::schedulers::{SchedulerConfig, Shape};
 use crate::sinks::ChromeTrace;
-use crate::{Error, Result};
+use crate::{Error, Mistake, Result};
 
 /// Keys whose spans appear in messages of `runner check`.
 pub(crate) const PARTS: [&str; 7] = [
@@ -56,7 +56,7 @@ impl RunnerBuilder {
         ignore: &[String],
     ) -> Result<Vec<WrongGradient>> {
         let (Some(model), Some(loader)) = (self.model, self.train_loader) else {
-            return Err(Error::Config("checking gradients needs a train_dataloader".to_owned()));
+            return Err(Error::config("checking gradients needs a train_dataloader"));
         };
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
         let cx = context(DType::F32, is_f64, self.frozen, self.lora);
@@ -80,15 +80,14 @@ impl RunnerBuilder {
         if self.log_config.trace.is_some() && has_subscriber() {
             let text = "trace: this program has a subscriber of `tracing` already, which gets the same spans: leave \
                         `trace` out, or install `runner::sinks::ChromeTrace` in its place";
-            mistakes.add(Error::Config(text.into()));
+            mistakes.add(Error::config(text));
         }
         if let Some(why) = self.log_config.trace.as_deref().and_then(ChromeTrace::refusal) {
-            mistakes.add(Error::Config(format!("trace: {why}")));
+            mistakes.add(Error::config(format!("trace: {why}")));
         }
         // It would be the current directory in some calls, and an error in others.
         if self.work_dir.as_ref().is_some_and(|dir| dir.as_os_str().is_empty()) {
-            mistakes
-                .add(Error::Config("work_dir is an empty path: use `.`, or leave it out".into()));
+            mistakes.add(Error::config("work_dir is an empty path: use `.`, or leave it out"));
         }
         let in_work_dir = self.work_dir.as_ref().map(|dir| dir.join("epoch_1"));
         for out in self.log_config.trace.iter().chain(&in_work_dir) {
@@ -139,10 +138,11 @@ impl RunnerBuilder {
         warnings: &mut Vec<String>,
     ) -> Result<()> {
         let group = ProcessGroup::threads(1, Duration::from_secs(60))?.remove(0);
-        let places = PARTS.map(|key| (key, self.place_of(key)));
+        let spans = self.spans.clone();
         let add = |key: &str, why: &str, error: Error| {
-            let place = places.iter().find(|(known, _)| *known == key).map_or("", |(_, at)| at);
-            mistakes.add(Error::Config(format!("{place}{why}{error}")));
+            let place = spans.iter().find(|(known, _)| *known == key).map(|(_, at)| at.place());
+            let reason = format!("{key}: {why}{error}");
+            mistakes.add(Error::Config { mistakes: vec![Mistake { place, reason }] });
         };
         let (mut engine, optim) = self.try_model(&add, warnings);
         let autocast = optim.as_ref().and_then(OptimWrapper::autocast);
@@ -269,7 +269,7 @@ impl<'a> Trial<'a> {
             "trying one sample on the model: {error} ({text}: set `drop_last = true` in train_dataloader, or another \
              `batch_size`)"
         );
-        Some((is_alone, Error::Config(text)))
+        Some((is_alone, Error::config(text)))
     }
 }
 
@@ -329,7 +329,7 @@ fn make(mut config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoade
     let loader = config.make(group, 0)?;
     if let Some(mut stream) = stream {
         let first = stream.next_batch()?;
-        let none = || Error::Data("the stream has no samples: list shards with records".into());
+        let none = || Error::data("the stream has no samples: list shards with records");
         return Ok((loader, first.ok_or_else(none)?));
     }
     let len = loader.dataset_len();
@@ -373,7 +373,7 @@ fn check_lengths(
     schedulers: &[SchedulerConfig],
     mistakes: &Mistakes,
 ) {
-    let add = |text: &str| mistakes.add(Error::Config(text.to_owned()));
+    let add = |text: &str| mistakes.add(Error::config(text));
     let is_stream = loader.is_some_and(|loader| loader.stream.is_some());
     let infinite = loader.is_some_and(|loader| loader.infinite);
     if is_stream && schedulers.iter().any(|scheduler| scheduler.convert_to_iter_based) {
@@ -422,7 +422,7 @@ fn check_names(hooks: &[(Priority, Box<dyn Hook>)], mistakes: &Mistakes) {
         if is_one && hooks[..i].iter().any(|(_, h)| h.name() == name) {
             let why =
                 format!("two hooks called `{name}`, but a run can have only one: remove the other");
-            mistakes.add(Error::Config(why));
+            mistakes.add(Error::config(why));
         }
     }
 }
@@ -547,20 +547,24 @@ mod tests {
     }
 
     #[test]
-    fn custom_key_without_a_parameter_is_a_warning() {
+    fn custom_key_without_a_parameter_is_an_error() {
         register();
         let keys = |keys: &str| {
             let key = format!("optim_wrapper.paramwise_cfg.custom_keys = {{ {keys} }}");
             let (warnings, checked) = check(&format!("{GOOD}{key}"));
-            checked.unwrap();
-            warnings
+            assert_eq!(warnings, [""; 0]);
+            checked
         };
-        assert_eq!(keys("w = { lr_mult = 0.1 }"), [""; 0]);
-        let warnings = keys("w = { lr_mult = 0.1 }, '[w]' = { lr_mult = 0.1 }, bias = {}");
-        let [warning] = &warnings[..] else { panic!("{warnings:?}") };
-        assert!(warning.contains("contains `[w]`, `bias` of custom_keys"), "{warning}");
-        assert!(warning.contains("not a regular expression"), "{warning}");
-        assert!(warning.ends_with("the parameters are w"), "{warning}");
+        keys("w = { lr_mult = 0.1 }").unwrap();
+        let error =
+            keys("w = { lr_mult = 0.1 }, '[w]' = { lr_mult = 0.1 }, bias = {}").unwrap_err();
+        let Error::Config { mistakes } = &error else { panic!("{error}") };
+        let [mistake] = &mistakes[..] else { panic!("{error}") };
+        assert!(mistake.place.is_some(), "{error}");
+        let said = &mistake.reason;
+        assert!(said.contains("contains `[w]`, `bias` of custom_keys"), "{said}");
+        assert!(said.contains("not a regular expression"), "{said}");
+        assert!(said.ends_with("the parameters are w"), "{said}");
     }
 
     #[cfg(feature = "candle")]

@@ -36,7 +36,7 @@ impl EvalSplit {
     /// Error for a missing `val_dataloader` or `test_dataloader`.
     pub(super) fn missing(self) -> Error {
         let name = self.name();
-        Error::Config(format!("the run has no {name}_dataloader and {name}_evaluator"))
+        Error::config(format!("the run has no {name}_dataloader and {name}_evaluator"))
     }
 }
 
@@ -146,7 +146,9 @@ fn evaluate(runner: &mut Runner, split: EvalSplit) -> Result<std::result::Result
     let _span = info_span!(target: "runner", "evaluate", split = name, iter).entered();
     stage!(runner, split, before_val | before_test());
     stage!(runner, split, before_val_epoch | before_test_epoch());
-    let at = |error: train_data::Error| Error::Data(format!("{}_evaluator: {error}", split.name()));
+    let at = |error: train_data::Error| {
+        Error::data_failed(Some(format!("{}_evaluator", split.name())), error)
+    };
     let (start, mut data_time) = (Instant::now(), 0.0);
     let mut last = start;
     let part = runner.eval_parts(split)?.0;

@@ -112,16 +112,15 @@ impl DataLoaderConfig {
         let Some(stream) = self.stream.take() else { return Ok(None) };
         let (rank, world_size) = (group.rank(), group.world_size());
         if self.shuffle {
-            return Err(Error::Config(
-                "the loader cannot shuffle a stream: set `shuffle_buffer` of the stream's options instead of `shuffle`"
-                    .into(),
+            return Err(Error::config(
+                "the loader cannot shuffle a stream: set `shuffle_buffer` of the stream's options instead of `shuffle`",
             ));
         }
         let asked = StreamOptions { shuffle_buffer: 0, seed, rank, world_size, repeat };
         let stream = stream(asked)?;
         let made = StreamOptions { shuffle_buffer: 0, ..stream.options() };
         if made != asked {
-            return Err(Error::Config(format!(
+            return Err(Error::config(format!(
                 "rank {rank} of {world_size}: the stream was created with {made:?}, but {asked:?} was requested: pass the \
                  options on, and change only `shuffle_buffer`"
             )));
@@ -129,7 +128,7 @@ impl DataLoaderConfig {
         let mut all = vec![0; world_size];
         group.all_gather(&mut all, &[stream.layout().fingerprint])?;
         if let Some(other) = all.iter().position(|other| *other != all[0]) {
-            return Err(Error::Data(format!(
+            return Err(Error::data(format!(
                 "rank {other} found other shards of the stream than rank 0: give all ranks files of the same names and \
                  sizes"
             )));

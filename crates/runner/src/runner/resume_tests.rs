@@ -29,7 +29,7 @@ impl Hook for Notes {
 
     fn before_train_iter(&mut self, runner: &mut Runner, batch: &mut Batch) -> Result<()> {
         if runner.position().iter == self.stop {
-            return Err(Error::Data("killed".into()));
+            return Err(Error::data("killed"));
         }
         self.batches.lock().push((batch.len(), runner.lr()));
         Ok(())

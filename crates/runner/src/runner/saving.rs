@@ -355,7 +355,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut run = builder(dir.path(), 4).build().unwrap();
         for result in [run.validate(), run.test()] {
-            assert!(matches!(result, Err(Error::Config(_))), "{result:?}");
+            assert!(matches!(result, Err(Error::Config { .. })), "{result:?}");
         }
         run.train().unwrap();
     }

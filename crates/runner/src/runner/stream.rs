@@ -25,7 +25,7 @@ impl TrainData {
     pub(super) fn loader(&self) -> Result<&DataLoader> {
         let none =
             "the run has no train_dataloader, train_cfg and optim_wrapper: it can only evaluate";
-        self.loader.as_ref().ok_or_else(|| Error::Config(none.into()))
+        self.loader.as_ref().ok_or_else(|| Error::config(none))
     }
 
     pub(super) fn set_seed(&mut self, seed: u64) {
@@ -59,7 +59,7 @@ impl TrainStream {
         self.after = self.loader.position();
         let rank = self.after.layout().rank;
         batch.ok_or_else(|| {
-            Error::Data(format!("rank {rank}: the training stream has ended; set `repeat`"))
+            Error::data(format!("rank {rank}: the training stream has ended; set `repeat`"))
         })
     }
 

@@ -36,7 +36,7 @@ impl Run {
             let name = file.display();
             let text = std::fs::read_to_string(&file)
                 .map_err(|source| Error::Io { what: format!("cannot read {name}"), source })?;
-            let range = range(&text).map_err(|e| Error::Data(format!("{name}: {e}")))?;
+            let range = range(&text).map_err(|e| Error::data_of(name, e))?;
             // A file without training, such as of an evaluation, stays behind the one before it.
             let range = range.or_else(|| parts.last().map(|(start, ..): &Part| (*start, i64::MIN)));
             let (start, end) = range.unwrap_or((i64::MIN, i64::MIN));
@@ -114,7 +114,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     files.sort();
     if files.is_empty() {
         let text = "no scalars.json here, in vis_data/ or in */vis_data/; name a work directory";
-        return Err(Error::Data(format!("{}: {text}", path.display())));
+        return Err(Error::data_of(path.display(), text));
     }
     Ok(files)
 }
@@ -134,7 +134,7 @@ const PYTHONS: ParseOptions = ParseOptions { allow_non_finite_numbers: true, ..S
 fn records(text: &str) -> Result<Vec<Record<'_>>> {
     let mut records = Vec::new();
     for (number, line) in text.split_inclusive('\n').enumerate() {
-        let fail = |e: &str| Error::Data(format!("line {}: {e}", number + 1));
+        let fail = |e: &str| Error::data_of(format_args!("line {}", number + 1), e);
         let scalars = match parse_to_value(line, &PYTHONS) {
             Ok(Some(JsonValue::Object(scalars))) => scalars,
             Ok(None) => continue,

@@ -58,17 +58,17 @@ fn draw_runs(runs: &[Run], keys: &[String]) -> Result<String> {
     if let Some(key) = keys.iter().find(|key| !names.contains(key)) {
         let names: Vec<_> = names.iter().map(|name| name.as_str()).collect();
         let text = format!("unknown key `{key}`; known: {}", names.join(", "));
-        return Err(Error::Data(text));
+        return Err(Error::data(text));
     }
     names.retain(|name| match keys {
         [] => !COUNTERS.contains(&name.as_str()),
         keys => keys.contains(name),
     });
     if names.is_empty() {
-        return Err(Error::Data("there is nothing to draw".to_owned()));
+        return Err(Error::data("there is nothing to draw"));
     }
     let mut svg = String::new();
-    draw(runs, &names, &mut svg).map_err(|e| Error::Data(format!("cannot draw: {e}")))?;
+    draw(runs, &names, &mut svg).map_err(|e| Error::data(format!("cannot draw: {e}")))?;
     Ok(svg)
 }
 

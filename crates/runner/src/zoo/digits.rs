@@ -74,10 +74,11 @@ fn parse(file: &[u8]) -> Result<Images> {
     GzDecoder::new(file)
         .take(MAX_BYTES)
         .read_to_string(&mut text)
-        .map_err(|e| Error::Data(format!("digits: {e}")))?;
+        .map_err(|e| Error::data_failed(Some("digits".to_owned()), e))?;
     let mut images = Images { pixels: Vec::new(), labels: Vec::new(), height: 8, width: 8 };
     for (number, line) in (1..).zip(text.lines()) {
-        let wrong = || Error::Data(format!("digits, line {number}: not 64 numbers and a label"));
+        let wrong =
+            || Error::data_of(format_args!("digits, line {number}"), "not 64 numbers and a label");
         let values: Vec<u8> =
             line.split(',').map(str::parse).collect::<Result<_, _>>().map_err(|_| wrong())?;
         match values.as_slice() {
@@ -92,7 +93,10 @@ fn parse(file: &[u8]) -> Result<Images> {
         }
     }
     if images.len() != COUNT {
-        return Err(Error::Data(format!("digits: {} samples instead of {COUNT}", images.len())));
+        return Err(Error::data_of(
+            "digits",
+            format_args!("{} samples instead of {COUNT}", images.len()),
+        ));
     }
     Ok(images)
 }

@@ -45,12 +45,14 @@ impl FashionMnist {
         let images = open(&root.join(format!("{part}-images-idx3-ubyte.gz")), 3)?;
         let labels = open(&root.join(format!("{part}-labels-idx1-ubyte.gz")), 1)?;
         if images.extents != [labels.bytes.len(), 28, 28] || labels.bytes.iter().any(|l| *l > 9) {
-            return Err(Error::Data(format!(
-                "{}: {part} images of extents {:?} and {} labels are not Fashion-MNIST",
+            return Err(Error::data_of(
                 root.display(),
-                images.extents,
-                labels.bytes.len()
-            )));
+                format_args!(
+                    "{part} images of extents {:?} and {} labels are not Fashion-MNIST",
+                    images.extents,
+                    labels.bytes.len()
+                ),
+            ));
         }
         let images = Images { pixels: images.bytes, labels: labels.bytes, height: 28, width: 28 };
         Ok(Self { images })
@@ -74,7 +76,7 @@ impl Dataset for FashionMnist {
 fn open(path: &Path, dimensions: u8) -> Result<Idx> {
     let what = path.display().to_string();
     let file = File::open(path).map_err(|source| match source.kind() {
-        ErrorKind::NotFound => Error::Data(format!(
+        ErrorKind::NotFound => Error::data(format!(
             "{what} does not exist: `apt-get install dataset-fashion-mnist`, or set `root` to \
              the folder that has it"
         )),

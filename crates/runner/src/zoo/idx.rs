@@ -22,7 +22,7 @@ pub(super) struct Idx {
 ///
 /// [`Error::Data`] for another format or type, or for a truncated, overlong or too large file.
 pub(super) fn read(source: &mut dyn Read, what: &str, dimensions: u8, limit: usize) -> Result<Idx> {
-    let wrong = |problem: String| Error::Data(format!("{what}: {problem}"));
+    let wrong = |problem: String| Error::data_of(what, problem);
     let mut header = vec![0; 4 + 4 * usize::from(dimensions)];
     source.read_exact(&mut header).map_err(|e| wrong(format!("no IDX header: {e}")))?;
     let (magic, extents) = header.split_at(4);
@@ -84,6 +84,8 @@ mod tests {
         assert_eq!(problem(&overlong), "f: extents [2, 3] are 6 bytes, the file has more");
         let floats = file([0, 0, 13, 2], &[2, 3], &[0; 24]);
         assert_eq!(problem(&floats), "f: magic [00, 00, 0d, 02] instead of [00, 00, 08, 02]");
+        let error = read(&mut &floats[..], "f", 2, 100).unwrap_err();
+        assert!(matches!(error, Error::Data { what: Some(what), .. } if what == "f"));
         let labels = file([0, 0, 8, 1], &[2], &[0; 12]);
         assert!(problem(&labels).contains("magic"));
     }

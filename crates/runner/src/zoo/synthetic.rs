@@ -30,7 +30,7 @@ impl SyntheticImages {
     /// [`Error::Data`] if there are no classes, or if an image does not fit into memory.
     pub fn new(count: usize, shape: [usize; 3], num_classes: usize, seed: u64) -> Result<Self> {
         if num_classes == 0 {
-            return Err(Error::Data("synthetic images need at least one class".to_owned()));
+            return Err(Error::data("synthetic images need at least one class"));
         }
         let mut pixels = zeros(&shape, 1 << 20)?;
         ChaCha8Rng::seed_from_u64(seed).fill_bytes(&mut pixels);
@@ -65,7 +65,7 @@ fn zeros<T: Clone + Default>(shape: &[usize], more: usize) -> Result<Vec<T>> {
         Some(count) if zeros.try_reserve_exact(count).is_ok() => zeros.resize(count, T::default()),
         _ => {
             let text = format!("synthetic data of shape {shape:?} do not fit into memory");
-            return Err(Error::Data(text));
+            return Err(Error::data(text));
         }
     }
     Ok(zeros)
@@ -92,9 +92,7 @@ impl SyntheticTokens {
     /// [`Error::Data`] if the vocabulary is empty, or if a text does not fit into memory.
     pub fn new(count: usize, length: usize, vocab_size: usize, seed: u64) -> Result<Self> {
         if vocab_size == 0 {
-            return Err(Error::Data(
-                "synthetic tokens need a vocabulary of at least one token".to_owned(),
-            ));
+            return Err(Error::data("synthetic tokens need a vocabulary of at least one token"));
         }
         let mut random = ChaCha8Rng::seed_from_u64(seed);
         let mut token = 0;

@@ -27,7 +27,7 @@ struct Keep {
 impl GradSink for Keep {
     fn ready(&mut self, index: usize, grad: Slice<'_>) -> train_step::Result<()> {
         if self.refuse == Some(index) {
-            return Err(Error::Data("refused".into()).into());
+            return Err(Error::data("refused").into());
         }
         self.seen.push((index, grad.dtype(), widen(&grad)));
         Ok(())
@@ -381,7 +381,7 @@ fn changed_parameters_affect_the_next_forward() {
     assert_ne!(before, after);
 
     // After an error or a panic in the visit the memory is returned.
-    let error = engine.with_params(&mut |_| Err(Error::Data("stop".into()).into())).unwrap_err();
+    let error = engine.with_params(&mut |_| Err(Error::data("stop").into())).unwrap_err();
     assert_eq!(error.to_string(), "stop");
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         engine.with_params(&mut |_| panic!("stop"))
@@ -435,7 +435,7 @@ fn error_of_the_sink_is_returned_unchanged_and_the_engine_continues() {
     let (keep, sink) = keep();
     keep.lock().refuse = Some(9);
     let error = train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap_err();
-    assert!(matches!(&error, Error::Data(text) if text == "refused"), "{error:?}");
+    assert!(matches!(&error, Error::Data { reason, .. } if reason == "refused"), "{error:?}");
     assert!(keep.lock().seen.iter().all(|(i, ..)| *i != 0), "backward continued");
     keep.lock().refuse = None;
     train_step(&mut engine, None, &batch(), 1.0, &sink).unwrap();
@@ -456,8 +456,8 @@ fn lent_parameters_are_returned_in_any_case() {
     };
     let before = read(&mut engine);
     assert!(before.iter().all(|p| !p.is_empty()));
-    let refused = engine.with_params(&mut |_| Err(Error::Data("refused".into()).into()));
-    assert!(matches!(refused.map_err(Error::from), Err(Error::Data(_))));
+    let refused = engine.with_params(&mut |_| Err(Error::data("refused").into()));
+    assert!(matches!(refused.map_err(Error::from), Err(Error::Data { .. })));
     assert_eq!(read(&mut engine), before);
     let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
         engine.with_params(&mut |_| panic!("in the middle of a step"))

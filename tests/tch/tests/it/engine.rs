@@ -97,8 +97,8 @@ fn gradients_come_during_backward_and_a_refused_one_ends_it() {
     let layers: Vec<_> = come.iter().map(|(index, _)| index / 2).collect();
     assert_eq!(layers, [3, 3, 2, 2, 1, 1, 0, 0], "the last layer first: {come:?}");
 
-    let (refused, few) = pass(&mut engine, 4, || Err(Error::Data("enough".to_owned())));
-    assert!(matches!(refused, Err(Error::Data(text)) if text == "enough"), "unchanged");
+    let (refused, few) = pass(&mut engine, 4, || Err(Error::data("enough")));
+    assert!(matches!(refused, Err(Error::Data { reason, .. }) if reason == "enough"), "unchanged");
     assert!(
         few.len() < come.len() && few.iter().any(|(index, _)| *index == 4),
         "backward stopped: {few:?}"

@@ -144,7 +144,7 @@ pub(super) fn check(
     let specs = &engine.tensors.params.specs;
     let names: Vec<&str> = specs.iter().map(|spec| spec.name.as_str()).collect();
     if let Some(name) = ignore.iter().find(|name| !names.contains(&name.as_str())) {
-        return Err(Error::Config(unknown("parameter", name, &names)));
+        return Err(Error::config(unknown("parameter", name, &names)));
     }
     let start = ForwardState::of(engine).map_err(failed)?;
     let probe = Probe::new(engine, batch, &start, 0.1).map_err(failed)?;

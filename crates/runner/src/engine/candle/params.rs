@@ -93,7 +93,7 @@ pub(super) fn serve<M>(
     let is_found = |pattern: &&String| found.specs.iter().any(|spec| fits(&spec.name, pattern));
     if let Some(pattern) = frozen.iter().find(|pattern| !is_found(pattern)) {
         let names: Vec<_> = params.specs.iter().map(|spec| format!("`{}`", spec.name)).collect();
-        return Err(Error::Config(format!(
+        return Err(Error::config(format!(
             "frozen: `{pattern}` matches none of the model's parameters ({})",
             shortened(&names)
         )));

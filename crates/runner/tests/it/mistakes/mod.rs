@@ -225,9 +225,30 @@ const MISTAKES: &[Mistake] = &[
 
 fn said(config: Result<Config>) -> String {
     match config.and_then(from_config) {
-        Err(Error::Config(text)) => text,
+        Err(error @ Error::Config { .. }) => error.to_string(),
         other => panic!("not refused: {other:?}"),
     }
+}
+
+#[test]
+fn mistakes_have_file_line_and_column() {
+    let config =
+        Config::from_text("c.toml", "launcher = 'nonee'\n[wrong]\n").and_then(|mut config| {
+            config.override_with(["seeed=1"])?;
+            Ok(config)
+        });
+    let error = config.and_then(from_config).unwrap_err();
+    let Error::Config { mistakes } = &error else { panic!("{error}") };
+    let at = |name: &str| {
+        let found = mistakes.iter().find(|mistake| mistake.reason.contains(name));
+        let place = found.and_then(|mistake| mistake.place.as_ref()).unwrap();
+        (&*place.source, place.line_and_column)
+    };
+    assert_eq!(at("`nonee`"), ("c.toml", Some((1, 12))));
+    assert_eq!(at("`wrong`"), ("c.toml", Some((2, 2))));
+    assert_eq!(at("`seeed`"), ("--cfg-options seeed=1", None));
+    let lines: Vec<_> = mistakes.iter().map(ToString::to_string).collect();
+    assert_eq!(lines.join("\n"), error.to_string());
 }
 
 /// Runs the program in a directory that contains the configuration as `c.toml`.

@@ -76,7 +76,7 @@ fn train(config: &str, phases: &[Phase]) -> Done {
             let loader =
                 DataLoaderConfig::new(Numbered(SAMPLES), batch).shuffled().workers(workers);
             let loader = DataLoaderConfig { infinite, ..loader };
-            let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
+            let stop = before_iter(stop, |_| Err(Error::data("killed")));
             let builder = builder.train_dataloader(loader).resume(index > 0).elastic(true);
             builder.hook(Box::new(steps.clone())).hook(Box::new(notes.clone())).hook(stop)
         });
@@ -219,7 +219,7 @@ fn epoch_length_is_rounded_up_for_each_number_of_ranks() {
     let steps = Steps::default();
     for (ranks, stop) in [(2, 10), (1, usize::MAX)] {
         let outcome = run(&config, dir.path(), ranks, |builder, _| {
-            let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
+            let stop = before_iter(stop, |_| Err(Error::data("killed")));
             let builder = builder.resume(ranks == 1).elastic(true);
             builder.hook(Box::new(steps.clone())).hook(stop)
         });
@@ -247,7 +247,7 @@ fn three_ranks_resume_and_are_resumed() {
         // The last phase is followed by one without anything left to do.
         for (index, (ranks, stop)) in phases.iter().copied().chain([(4, 0)]).enumerate() {
             let outcome = run(&config, dir.path(), ranks, |builder, _| {
-                let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
+                let stop = before_iter(stop, |_| Err(Error::data("killed")));
                 let builder = builder.resume(index > 0).elastic(true);
                 builder.hook(Box::new(steps.clone())).hook(stop)
             });
@@ -287,7 +287,7 @@ fn step_of_another_size_has_a_scaled_learning_rate() {
         let steps = Steps::default();
         for (index, &(ranks, stop)) in phases.iter().enumerate() {
             run(&config, &dir.path().join(name), ranks, |builder, _| {
-                let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
+                let stop = before_iter(stop, |_| Err(Error::data("killed")));
                 let builder = builder.resume(index > 0).elastic(true);
                 builder.hook(Box::new(steps.clone())).hook(stop)
             });

@@ -152,7 +152,7 @@ fn another_number_of_ranks_resumes_with_the_remaining_samples() {
         run(&config, dir.path(), ranks, |builder, _| {
             let loader = DataLoaderConfig::new(Numbered(len), 4).shuffled();
             let builder = builder.train_dataloader(loader).resume(true).elastic(elastic);
-            let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
+            let stop = before_iter(stop, |_| Err(Error::data("killed")));
             builder.hook(Box::new(notes.clone())).hook(stop)
         })
     };

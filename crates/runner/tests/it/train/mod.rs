@@ -108,7 +108,7 @@ fn before_iter(
 /// Ends the run on all ranks before iteration `iter`, like a kill.
 fn killed(config: &str, dir: &Path, ranks: usize, iter: usize) {
     let outcome = run(config, dir, ranks, |builder, _| {
-        builder.hook(before_iter(iter, |_| Err(Error::Data("killed".into()))))
+        builder.hook(before_iter(iter, |_| Err(Error::data("killed"))))
     });
     assert!(outcome.iter().all(Result::is_err));
 }
@@ -370,7 +370,7 @@ fn assert_all_end_with(outcome: Outcome, reason: &str) {
 fn failure_of_a_hook_on_one_rank_ends_all() {
     let dir = tempfile::tempdir().unwrap();
     let errors: [fn() -> Error; 2] = [
-        || Error::Data("the hook's reason".into()),
+        || Error::data("the hook's reason"),
         || Error::Collective(collective::Error::InvalidArgument("the hook's reason".into())),
     ];
     for error in errors {

@@ -101,7 +101,7 @@ fn overflow_in_an_accumulated_batch_leaves_buffers_finite() {
     let go_on = |dir: &Path, stop: usize| {
         run(&norm(2), dir, 2, |builder, rank| {
             let builder = if rank == 1 { builder.hook(infinite(4)) } else { builder };
-            let stop = before_iter(stop, |_| Err(Error::Data("killed".into())));
+            let stop = before_iter(stop, |_| Err(Error::data("killed")));
             builder.resume(true).hook(stop)
         })
     };
@@ -164,8 +164,7 @@ fn one_overflow_with_power_sgd_skips_one_step() {
         let go_on = |dir: &Path, stop: usize| {
             run(&config, dir, 2, |builder, rank| {
                 let builder = if rank == 1 { builder.hook(infinite(9)) } else { builder };
-                let builder =
-                    builder.hook(before_iter(stop, |_| Err(Error::Data("killed".into()))));
+                let builder = builder.hook(before_iter(stop, |_| Err(Error::data("killed"))));
                 builder.resume(true).hook(before_iter(23, |runner| {
                     let scale = runner.optim_wrapper().loss_scale();
                     assert!((scale - 128.0).abs() < 0.5, "the scale is {scale}");

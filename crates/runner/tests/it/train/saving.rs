@@ -191,7 +191,7 @@ fn non_finite_accumulated_gradients_do_not_replace_a_checkpoint() {
                         v.fill(f32::INFINITY);
                     }
                     6 => v.copy_from_slice(&saved),
-                    8 => return Err(Error::Data("killed".into()).into()),
+                    8 => return Err(Error::data("killed").into()),
                     _ => {}
                 }
                 Ok(())

@@ -52,7 +52,7 @@ fn train_rows(config: &str, dir: &Path, kill: usize, seen: &Arc<Mutex<Vec<Vec<i6
     let ranks = seen.lock().len();
     let outcome = run(config, dir, ranks, |builder, rank| {
         let builder = builder.resume(true).hook(Box::new(Rows(rank, Arc::clone(seen))));
-        builder.hook(before_iter(kill, |_| Err(Error::Data("killed".into()))))
+        builder.hook(before_iter(kill, |_| Err(Error::data("killed"))))
     });
     assert!(outcome.iter().all(|outcome| outcome.is_ok() == (kill >= 24)), "{outcome:?}");
 }

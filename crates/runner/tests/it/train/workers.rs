@@ -49,7 +49,7 @@ fn workers_end_with_the_run() {
                 let data = Held(Few { len: 30, broken }, Arc::clone(&held));
                 DataLoaderConfig::new(data, 2).workers(Workers::new(3).persistent())
             };
-            let stop = before_iter(stop, |_| Err(Error::Data("stopped".into())));
+            let stop = before_iter(stop, |_| Err(Error::data("stopped")));
             let builder = builder.train_dataloader(data()).validation(data(), Accuracy::default());
             match case {
                 "time" => builder.hook(stop).time_budget(Some(Duration::ZERO)),

@@ -241,6 +241,7 @@ const TRAIN_FOLDERS: &[&str] = &[
     "sums",
     "batches",
     "builder",
+    "parts",
 ];
 
 /// The same for `train-step`.

@@ -38,6 +38,7 @@ pub struct TrainerBuilder {
     groups: Paramwise,
     frozen: Vec<String>,
     seed: u64,
+    part: Option<String>,
 }
 
 impl Trainer {
@@ -54,6 +55,7 @@ impl Trainer {
             groups: Paramwise::default(),
             frozen: Vec::new(),
             seed: 0,
+            part: None,
         }
     }
 }
@@ -199,6 +201,14 @@ impl TrainerBuilder {
         self
     }
 
+    /// Name of this trainer, one of several that have one checkpoint: see [`Parts`](crate::Parts).
+    /// Letters, digits, `-` and `_`. Trainers of other names draw other random numbers.
+    pub fn part(mut self, name: impl Into<String>) -> Self {
+        self.part = Some(name.into());
+        self.core = self.core.part(self.part.clone().unwrap_or_default());
+        self
+    }
+
     /// Averages over this process group, instead of the one described by the launcher's
     /// environment.
     pub fn group(mut self, group: ProcessGroup) -> Self {
@@ -282,7 +292,7 @@ impl TrainerBuilder {
         let described = variables.described().chain(compile);
         let mut core = core.described(described).build(&mut tensors, optimizer)?;
         variables.broadcast(core.group())?;
-        let seed = self.seed.wrapping_add(core.rank() as u64);
+        let seed = random_seed(self.seed, self.part.as_deref(), core.rank());
         let mut context = context(&device, seed, self.half)?;
         let parts = (&mut context, &mut core);
         let compiled = self.compile.map(|options| Compiled::new(options, parts, &tensors));
@@ -481,6 +491,12 @@ fn join(device: &Device) -> Result<ProcessGroup> {
 fn first_device(vars: &VarMap) -> Device {
     let vars = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
     vars.values().next().map_or(Device::Cpu, |var| var.device().clone())
+}
+
+/// Seed of a rank's random numbers: FNV-1a of a part's name, from the seed.
+fn random_seed(seed: u64, part: Option<&str>, rank: usize) -> u64 {
+    let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    part.unwrap_or_default().bytes().fold(seed, step).wrapping_add(rank as u64)
 }
 
 /// The state shared by operators, with kernels on a GPU.

@@ -65,6 +65,7 @@ mod eval;
 mod gpu;
 #[cfg(feature = "cuda")]
 mod inputs;
+mod parts;
 pub mod process;
 mod stored;
 mod sums;
@@ -90,6 +91,7 @@ pub use fused_optim::{
 pub use gpu::tune_optimizer;
 #[cfg(feature = "cuda")]
 pub use inputs::{Inputs, bytes_of};
+pub use parts::Parts;
 pub use tensors::{ModelTensors, OnDevice, Tensors, report, set};
 pub use train_data::{self, DefaultSampler};
 pub use train_step::{self, Accumulation, CompileMode, CompileOptions, CompileReport, Outcome};

@@ -10,8 +10,8 @@ use half::{bf16, f16};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tracing::warn;
+use train_step::BoxError;
 use train_step::checkpoint::{Entry, Number, Reader, Stored, Writer};
-use train_step::{BoxError, EngineState};
 
 use crate::eval::eval_tensor;
 use crate::tensors::Tensors;
@@ -21,7 +21,7 @@ use crate::{Result, Trainer};
 use train_step::Error;
 
 /// All variables of a trainer, of any type; first those that are trained.
-struct StoredVariables<'a> {
+pub(crate) struct StoredVariables<'a> {
     map: &'a VarMap,
     variables: &'a Variables,
     params: &'a Tensors,
@@ -94,11 +94,11 @@ impl Stored for StoredVariables<'_> {
     }
 
     /// Names of one variable have the same values.
-    fn check(&self, reader: &Reader) -> Result<(), BoxError> {
-        let mut first: HashMap<TensorId, &String> = HashMap::new();
-        for (name, var) in self.vars() {
-            let other = *first.entry(var.id()).or_insert(name);
-            if reader.checksum(other) != reader.checksum(name) {
+    fn check(&self, reader: &Reader, entry: &dyn Fn(usize) -> String) -> Result<(), BoxError> {
+        let mut first: HashMap<TensorId, (usize, &String)> = HashMap::new();
+        for (index, (name, var)) in self.vars().enumerate() {
+            let (at, other) = *first.entry(var.id()).or_insert((index, name));
+            if reader.checksum(&entry(at)) != reader.checksum(&entry(index)) {
                 return Err(format!(
                     "`{other}` and `{name}` have different values, and are one variable of this model"
                 )
@@ -313,19 +313,27 @@ impl Trainer {
             &mut StoredVariables<'_>,
         ) -> train_step::Result<(usize, R)>,
     ) -> Result<(usize, R)> {
+        let (core, mut stored) = self.split();
+        let resumed = resume(core, &mut stored);
+        let resumed = resumed.map_err(|error| self.failed("resume", error.into()))?;
+        self.take_state();
+        Ok(resumed)
+    }
+
+    /// The core, with this rank's random state, and the variables.
+    pub(crate) fn split(&mut self) -> (&mut train_step::Trainer, StoredVariables<'_>) {
         let Self { map, variables, tensors, core, context, .. } = self;
         let (random_position, autotune_cache) =
             (context.random_position(), context.autotune_cache());
-        *core.state_mut() = EngineState {
-            random_position,
-            autotune_cache: autotune_cache.clone(),
-            ..core.state_mut().clone()
-        };
+        let state = core.state_mut();
+        state.random_position = random_position;
+        state.autotune_cache.clone_from(&autotune_cache);
         let params = &tensors.params;
-        let mut stored =
-            StoredVariables { map, variables, params, random_position, autotune_cache };
-        let resumed = resume(core, &mut stored);
-        let resumed = resumed.map_err(|error| self.failed("resume", error.into()))?;
+        (core, StoredVariables { map, variables, params, random_position, autotune_cache })
+    }
+
+    /// Takes the random state of a core that has resumed.
+    pub(crate) fn take_state(&mut self) {
         let state = self.core.state_mut();
         self.context.set_random_position(state.random_position);
         // Of another version's cache nothing is taken: shapes are timed again.
@@ -334,6 +342,5 @@ impl Trainer {
         {
             warn!("the saved autotune cache is not used: {error}");
         }
-        Ok(resumed)
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! * [`Trainer`]: the step of a program's own loop, with all of the following, errors of one rank
 //!   on all, and checkpoints ([`checkpoint`]).
+//! * [`Parts`]: several trainers with one checkpoint.
 //! * [`Model`]: a model's tensors, lent to a step as slices, or on a device. Their memory stays
 //!   with the tensor crate.
 //! * [`DistributedDataParallel`], a [`ModelWrapper`]: takes gradients one by one during backward,
@@ -50,7 +51,9 @@ pub use schedule::{
     SchedulerConfig, Schedules, Shape, Threshold, differences, find_metric,
 };
 pub use spec::TensorSpec;
-pub use trainer::{Outcome, Schedule, Step, Trainer, TrainerBuilder, is_reserved, optimizer_state};
+pub use trainer::{
+    Outcome, Parts, Schedule, Step, Trainer, TrainerBuilder, is_reserved, optimizer_state,
+};
 
 /// Tests the examples of the README.
 #[cfg(doctest)]

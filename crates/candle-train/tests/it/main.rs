@@ -13,6 +13,7 @@ mod eval_weights;
 mod examples;
 mod failures;
 mod order;
+mod parts;
 mod recovery;
 mod refusals;
 mod resume;

@@ -65,12 +65,13 @@ pub trait Stored {
         Ok(())
     }
 
-    /// Checks a file after names, types and shapes, and the program's own state. Changes nothing.
+    /// Checks a file after names, types and shapes, and the program's own state. `entry` returns
+    /// the name of a tensor's entry, by index. Changes nothing.
     ///
     /// # Errors
     ///
     /// The reason why the file cannot be resumed.
-    fn check(&self, _reader: &Reader) -> Result<(), BoxError> {
+    fn check(&self, _reader: &Reader, _entry: &dyn Fn(usize) -> String) -> Result<(), BoxError> {
         Ok(())
     }
 }

@@ -37,6 +37,7 @@ pub struct TrainerBuilder {
     /// Descriptions of the program's tensors, which have to be equal on all ranks.
     described: Vec<String>,
     broadcasts: bool,
+    part: Option<String>,
 }
 
 impl Trainer {
@@ -55,6 +56,7 @@ impl Trainer {
             seed: 0,
             described: Vec::new(),
             broadcasts: true,
+            part: None,
         }
     }
 }
@@ -153,6 +155,13 @@ impl TrainerBuilder {
         self
     }
 
+    /// Name of this trainer, one of several that have one checkpoint: see
+    /// [`Parts`](crate::Parts). Letters, digits, `-` and `_`.
+    pub fn part(mut self, name: impl Into<String>) -> Self {
+        self.part = Some(name.into());
+        self
+    }
+
     /// Averages over this process group, instead of the one described by the launcher's
     /// environment.
     pub fn group(mut self, group: ProcessGroup) -> Self {
@@ -222,6 +231,7 @@ impl TrainerBuilder {
             steps: 0,
             state: EngineState { seed: self.seed, ..EngineState::default() },
             saves: RefCell::<Places>::default(),
+            part: self.part,
             torn: None,
         })
     }
@@ -252,6 +262,12 @@ impl TrainerBuilder {
         let specs = params.iter().map(|spec| ParamSpec::new(&*spec.name, &spec.shape));
         optimizer.set_param_names(&specs.collect::<Vec<_>>())?;
         check_groups(&model, &*optimizer)?;
+        let is_fit = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        let is_name = |name: &str| !name.is_empty() && name.chars().all(is_fit);
+        if let Some(name) = self.part.as_ref().filter(|name| !is_name(name)) {
+            let text = format!("`part` is {name:?}; expected letters, digits, `-` and `_`");
+            return Err(Error::InvalidArgument(text));
+        }
         let (every, max_skips) = (self.accumulate, self.max_consecutive_skips);
         if every == 0 || max_skips == 0 {
             let option = if every == 0 { "accumulate" } else { "max_consecutive_skips" };
@@ -271,6 +287,7 @@ impl TrainerBuilder {
         let kind = optimizer.kind();
         let options = vec![
             format!("precision {half:?}, clip {clip:?}, accumulate {every}, seed {seed}"),
+            format!("part {:?}", self.part.as_deref().unwrap_or_default()),
             format!("loss scale {:?}, max_consecutive_skips {max_skips}", scaler.state_dict()),
             format!("optimizer {kind} {hyper}"),
             format!("schedulers {:?}", schedules.as_ref().map(Schedules::all)),

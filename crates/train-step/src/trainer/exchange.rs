@@ -116,16 +116,20 @@ impl Trainer {
     /// Compares the ranks' calls, and returns the number that each rank gave.
     fn compare_calls(&self, call: &str, own: u64) -> Result<Vec<u64>> {
         let index = CALLS.iter().position(|name| *name == call).expect("a name of `CALLS`");
-        let mut all = vec![0_u64; 2 * self.world_size()];
-        self.group().all_gather(&mut all, &[index as u64, own])?;
-        let calls = || all.chunks_exact(2).map(|of| of[0]);
-        if calls().all(|call| call == index as u64) {
-            return Ok(all.chunks_exact(2).map(|of| of[1]).collect());
+        let part = hash(self.part.as_deref().unwrap_or_default().bytes());
+        let mut all = vec![0_u64; 3 * self.world_size()];
+        self.group().all_gather(&mut all, &[index as u64, part, own])?;
+        let calls = || all.chunks_exact(3);
+        if calls().all(|of| of[..2] == [index as u64, part]) {
+            return Ok(calls().map(|of| of[2]).collect());
         }
+        let parts = all_gather_object(self.group(), &self.part)?;
         let name = |call: u64| usize::try_from(call).ok().and_then(|call| CALLS.get(call));
-        let called =
-            |(rank, call)| format!("rank {rank}: `Trainer::{}`", name(call).unwrap_or(&"?"));
-        let called: Vec<_> = calls().enumerate().map(called).collect();
+        let called = |(rank, (of, part)): (usize, (&[u64], &Option<String>))| {
+            let part = part.as_ref().map_or_else(String::new, |part| format!(" of part `{part}`"));
+            format!("rank {rank}: `Trainer::{}`{part}", name(of[0]).unwrap_or(&"?"))
+        };
+        let called: Vec<_> = calls().zip(&parts).enumerate().map(called).collect();
         let text = format!("ranks called different methods: {}; {SAME_CALLS}", called.join(", "));
         Err(Error::InvalidArgument(text))
     }
@@ -154,7 +158,9 @@ impl Trainer {
 
     fn exchange_outcomes(&self) -> Result<f64> {
         let own = self.or_abort(self.hyper_params())?;
-        let status = [u64::from(self.open.failed.is_some()), self.open.count.to_bits(), hash(&own)];
+        let values = own.iter().flat_map(|(.., value)| value.to_bits().to_le_bytes());
+        let failed = self.open.failed.is_some().into();
+        let status = [failed, self.open.count.to_bits(), hash(values)];
         let mut all = vec![0_u64; 3 * self.world_size()];
         self.group().all_gather(&mut all, &status)?;
         let ranks = || all.chunks_exact(3);
@@ -200,9 +206,8 @@ pub(super) fn first_line(text: &str) -> &str {
     text.lines().next().unwrap_or_default()
 }
 
-/// FNV-1a of the values.
-fn hash(params: &[(usize, HyperParam, f64)]) -> u64 {
-    let bytes = params.iter().flat_map(|(.., value)| value.to_bits().to_le_bytes());
+/// FNV-1a.
+fn hash(bytes: impl Iterator<Item = u8>) -> u64 {
     let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     bytes.fold(0xcbf2_9ce4_8422_2325, step)
 }

@@ -4,6 +4,7 @@ mod buffers;
 mod builder;
 mod exchange;
 mod outcome;
+mod parts;
 mod progress;
 mod resume;
 mod save;
@@ -21,6 +22,7 @@ use self::buffers::Buffers;
 pub use self::builder::TrainerBuilder;
 use self::exchange::{OpenStep, first_line};
 pub use self::outcome::{Outcome, Step};
+pub use self::parts::Parts;
 pub use self::progress::is_reserved;
 pub use self::resume::optimizer_state;
 use crate::checkpoint::Places;
@@ -98,6 +100,8 @@ pub struct Trainer {
     steps: u64,
     state: EngineState,
     saves: RefCell<Places>,
+    /// Name among the trainers of a program, by [`TrainerBuilder::part`].
+    part: Option<String>,
     /// Error of a `resume` that has failed after it had changed part of the state.
     torn: Option<String>,
 }

@@ -2,9 +2,11 @@
 //!
 //! A checkpoint is one safetensors file: the tensors by their names, so that it is a model file as
 //! well, and further entries, whose names begin with [`PREFIX`]: the vectors of the optimizer's
-//! state, the ranks' own data, and [`TRAINER`], which is JSON. Rank 0 writes it, one entry at a
-//! time. In files of formats 1 and 2 their names begin with [`OLD_PREFIX`]; a file of format 1 has
-//! the optimizer's state in one entry, [`OPTIMIZER`], and the ranks' own data in [`TRAINER`].
+//! state, the ranks' own data, and [`TRAINER`], which is JSON. In a file of several trainers
+//! ([`Parts`](super::Parts)) the names of each one's tensors begin with its own. Rank 0 writes it,
+//! one entry at a time. In files of formats 1 and 2 these entries' names begin with
+//! [`OLD_PREFIX`]; a file of format 1 has the optimizer's state in one entry, [`OPTIMIZER`], and
+//! the ranks' own data in [`TRAINER`].
 //!
 //! Invariant: each rank verifies and checks the whole file, and all ranks agree that they have the
 //! same one, before any state changes. A rank that fails makes all fail, with its reason.
@@ -17,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Trainer;
+use crate::checkpoint::Reader;
 use crate::{Result, Scheduler};
 
 /// Beginning of the names of entries that are not tensors.
@@ -32,35 +35,72 @@ pub fn is_reserved(name: &str) -> bool {
     name == "__metadata__" || name.starts_with(PREFIX) || name.starts_with(OLD_PREFIX)
 }
 
-/// Names of entries that are not tensors, in a file with this prefix.
+/// Names of the entries of a trainer in a file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Names(pub(super) &'static str);
+pub(super) struct Names<'a> {
+    /// Beginning of the names of entries that are not tensors.
+    pub(super) prefix: &'static str,
+    /// The trainer's name, if the file is of several.
+    pub(super) part: Option<&'a str>,
+}
 
-impl Names {
+impl<'a> Names<'a> {
+    /// Names in a file of this version.
+    pub(super) const fn new(part: Option<&'a str>) -> Self {
+        Self { prefix: PREFIX, part }
+    }
+
+    fn entry(self, name: &str) -> String {
+        match self.part {
+            Some(part) => format!("{}{PARTS}{part}.{name}", self.prefix),
+            None => format!("{}{name}", self.prefix),
+        }
+    }
+
+    /// Name of the entry of a tensor.
+    pub(super) fn tensor(self, name: &str) -> String {
+        self.part.map_or_else(|| name.to_owned(), |part| format!("{part}.{name}"))
+    }
+
     pub(super) fn trainer(self) -> String {
-        format!("{}{TRAINER}", self.0)
+        self.entry(TRAINER)
     }
 
     /// In format 1.
     pub(super) fn whole_optimizer(self) -> String {
-        format!("{}{OPTIMIZER}", self.0)
+        self.entry(OPTIMIZER)
     }
 
     /// Name of the entry of a vector of the optimizer's state.
     pub(super) fn optimizer(self, index: usize, name: &str) -> String {
-        format!("{}{OPTIMIZER}.{index}.{name}", self.0)
+        self.entry(&format!("{OPTIMIZER}.{index}.{name}"))
     }
 
     /// Name of the entry of a tensor's weights in training, if its own entry has those for
     /// evaluation.
     pub(super) fn trained(self, name: &str) -> String {
-        format!("{}trained.{name}", self.0)
+        self.entry(&format!("trained.{name}"))
     }
 
-    /// Name of the entry of a rank's own data, in CBOR: JSON has neither infinity nor NaN.
+    /// Name of the entry of a rank's own data, in CBOR: JSON has neither infinity nor NaN. All
+    /// trainers of a file have it in common.
     pub(super) fn own(self, rank: usize) -> String {
-        format!("{}own.{rank}", self.0)
+        format!("{}own.{rank}", self.prefix)
     }
+}
+
+/// Beginning of the names of the entries of one of several trainers, after the prefix.
+const PARTS: &str = "parts.";
+
+/// Names of the trainers of a file of several.
+pub(super) fn parts_of(file: &Reader) -> Vec<String> {
+    let part = |name: &String| {
+        let name = name.strip_prefix(PREFIX)?.strip_prefix(PARTS)?;
+        Some(name.split_once('.').filter(|(_, entry)| *entry == TRAINER)?.0.to_owned())
+    };
+    let mut parts: Vec<_> = file.names().filter_map(part).collect();
+    parts.sort();
+    parts
 }
 
 /// The state of a run besides vectors.

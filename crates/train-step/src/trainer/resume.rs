@@ -1,4 +1,4 @@
-//! [`Trainer::resume`].
+//! [`Trainer::resume`], and that of several trainers.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -11,19 +11,33 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use tracing::warn;
 
 use super::Trainer;
-use super::progress::{FORMAT, Names, OLD_PREFIX, PREFIX, Progress};
+use super::progress::{FORMAT, Names, OLD_PREFIX, PREFIX, Progress, parts_of};
+use super::save::of_part;
 use crate::checkpoint::{Entry, Id, Reader, Stored};
 use crate::{BoxError, Error, Result, Schedules};
 
 /// A checked file, before it changes anything.
-struct Loaded<T> {
+struct Loaded<'a, T> {
     file: Reader,
-    names: Names,
+    parts: Vec<LoadedPart<'a>>,
+    own: T,
+}
+
+/// The state of a trainer in a checked file.
+struct LoadedPart<'a> {
+    names: Names<'a>,
     progress: Progress,
     scaler: LossScaler,
     schedules: Option<Schedules>,
     optimizer: Optimizer,
-    own: T,
+}
+
+/// A trainer to resume, and its model.
+pub(super) struct Resumed<'a, S: ?Sized> {
+    pub(super) trainer: &'a mut Trainer,
+    pub(super) model: &'a mut S,
+    /// The trainer's name, if the file is of several.
+    pub(super) part: Option<&'a str>,
 }
 
 impl Trainer {
@@ -53,19 +67,8 @@ impl Trainer {
         model: &mut S,
         path: impl AsRef<Path>,
     ) -> Result<usize> {
-        let own = |own: Own<'_>| {
-            // `None` and `()` are no loss.
-            let is_empty = |rank| Ok::<_, BoxError>(own.of::<Option<IgnoredAny>>(rank)?.is_none());
-            for rank in 0..own.ranks() {
-                if !is_empty(rank)? {
-                    return Err("it was saved by `save_with`, with data of each rank such as its place in an epoch: \
-                                call `resume_with`, or `resume_with_all` for another number of ranks"
-                        .into());
-                }
-            }
-            Ok(())
-        };
-        self.resume_from(model, path.as_ref(), own).map(|(epoch, _)| epoch)
+        let resumed = resume_all(&mut [self.alone_mut(model)], path.as_ref(), without_own);
+        resumed.map(|(epoch, _)| epoch)
     }
 
     /// Like [`resume`](Self::resume), from a file of [`save_with`](Self::save_with). Also returns
@@ -80,19 +83,8 @@ impl Trainer {
         model: &mut S,
         path: impl AsRef<Path>,
     ) -> Result<(usize, Option<T>)> {
-        let (rank, ranks) = (self.rank(), self.world_size());
-        let own = |own: Own<'_>| {
-            match own.ranks() {
-            saved if saved == ranks => own.of(rank),
-            0 => Err("it was saved by `save`, without data of the ranks: call `resume`".into()),
-            saved => Err(format!(
-                "{saved} ranks saved it, each with data of its own, and this run has {ranks}: resume with {saved}, \
-                 or call `resume_with_all`"
-            )
-            .into()),
-        }
-        };
-        self.resume_from(model, path.as_ref(), own)
+        let own = own_of(self.rank(), self.world_size());
+        resume_all(&mut [self.alone_mut(model)], path.as_ref(), own)
     }
 
     /// Like [`resume_with`](Self::resume_with), by any number of ranks: returns the data of all
@@ -108,74 +100,21 @@ impl Trainer {
         model: &mut S,
         path: impl AsRef<Path>,
     ) -> Result<(usize, Option<Vec<T>>)> {
-        let own = |own: Own<'_>| (0..own.ranks()).map(|rank| own.of(rank)).collect();
-        self.resume_from(model, path.as_ref(), own)
+        resume_all(&mut [self.alone_mut(model)], path.as_ref(), all_own)
     }
 
-    fn resume_from<T, S: Stored + ?Sized>(
-        &mut self,
-        model: &mut S,
-        path: &Path,
-        own: impl FnOnce(Own<'_>) -> Result<T, BoxError>,
-    ) -> Result<(usize, Option<T>)> {
-        self.announce("resume")?;
-        let failed = |reason| Error::Checkpoint { path: path.to_owned(), reason };
-        let loaded = self.read(&*model, path, own).map_err(|error| error.to_string());
-        let id = loaded.as_ref().map(|loaded| loaded.as_ref().map(|loaded| loaded.file.id()));
-        let ids = self.exchange(id.map_err(Clone::clone))?.map_err(failed)?;
-        let of = |has: bool| {
-            let ranks = ids.iter().enumerate().filter(|(_, id)| id.is_some() == has);
-            ranks.map(|(rank, _)| rank.to_string()).collect::<Vec<_>>().join(", ")
-        };
-        let first = ids.iter().flatten().next().copied();
-        if let (Some(_), Some(_)) = (first, ids.iter().find(|id| id.is_none())) {
-            return Err(failed(format!(
-                "rank {} has it, rank {} does not: save to a file system that all ranks share",
-                of(true),
-                of(false)
-            )));
-        }
-        if let Some(rank) = ids.iter().position(|id| *id != first) {
-            let checksums: Vec<_> = ids.iter().flatten().map(Id::checksum).collect();
-            return Err(failed(format!(
-                "rank {rank} has another file than rank 0 (checksums by rank: {}): copy one of them to all ranks, or \
-                 save to a file system that they share",
-                checksums.join(", ")
-            )));
-        }
-        if self.is_main() {
-            self.saves.get_mut().resumed(path, first);
-        }
-        let Some(loaded) = loaded.map_err(failed)? else { return Ok((0, None)) };
-        let epoch = loaded.progress.epoch;
-        let (result, own) = match self.change(model, loaded) {
-            Ok(own) => (Ok(()), Some(own)),
-            Err(error) => (Err(error.to_string()), None),
-        };
-        self.torn = self.exchange(result)?.err();
-        match &self.torn {
-            None => Ok((epoch, own)),
-            Some(reason) => Err(failed(format!("{reason}; {TORN}"))),
-        }
+    /// This trainer as the only one of a file.
+    fn alone_mut<'a, S: Stored + ?Sized>(&'a mut self, model: &'a mut S) -> Resumed<'a, S> {
+        Resumed { trainer: self, model, part: None }
     }
 
-    /// Verifies and checks a file, and changes nothing; `None` if there is no file.
-    fn read<T, S: Stored + ?Sized>(
-        &mut self,
+    /// Checks the seed, and the entries of the tensors and of the optimizer's state. Returns this.
+    fn check_tensors<S: Stored + ?Sized>(
+        &self,
         model: &S,
-        path: &Path,
-        own: impl FnOnce(Own<'_>) -> Result<T, BoxError>,
-    ) -> Result<Option<Loaded<T>>, BoxError> {
-        model.check_saved()?;
-        let Some(file) = Reader::open(path)? else { return Ok(None) };
-        let names = names_of(&file);
-        let progress = file.bytes(&names.trainer())?.ok_or(NOT_OURS)?;
-        let Format { format } = serde_json::from_slice(&progress)?;
-        if !(1..=FORMAT).contains(&format) {
-            return Err(format!("format {format}; this version reads 1 to {FORMAT}").into());
-        }
-        let mut progress: Progress = serde_json::from_slice(&progress)?;
-        let own = own(Own { file: &file, names, progress: &progress })?;
+        (file, names): (&Reader, Names<'_>),
+        progress: &mut Progress,
+    ) -> Result<Optimizer, BoxError> {
         if let Some(saved) = progress.seed.filter(|saved| *saved != self.state.seed) {
             return Err(format!(
                 "it was saved with seed {saved}, and this trainer has seed {}: build it with `.seed({saved})`",
@@ -191,9 +130,22 @@ impl Trainer {
             }
         };
         let tensors = model.entries();
-        tensors.iter().try_for_each(|tensor| check_entry(&file, &tensor.0, tensor))?;
-        model.check(&file)?;
-        check_entries(&file, names, &tensors, &optimizer)?;
+        tensors.iter().try_for_each(|of| check_entry(file, &names.tensor(&of.0), of))?;
+        model.check(file, &|index| names.tensor(&tensors[index].0))?;
+        if let Optimizer::Layout(layout) = &optimizer {
+            check_vectors(file, names, layout)?;
+        }
+        Ok(optimizer)
+    }
+
+    /// Checks the loss scale and the optimizer's state. Returns the names of the entries that are
+    /// no tensors.
+    fn check_state<S: Stored + ?Sized>(
+        &mut self,
+        model: &S,
+        (file, names): (&Reader, Names<'_>),
+        (progress, optimizer): (&Progress, &Optimizer),
+    ) -> Result<HashSet<String>, BoxError> {
         let is_enabled = self.optim.scaler().is_enabled();
         if progress.scaler.is_some() != is_enabled {
             let (saved, now) = match is_enabled {
@@ -205,12 +157,12 @@ impl Trainer {
             );
             return Err(text.into());
         }
-        let mut scaler = self.optim.scaler().clone();
-        scaler.load_state_dict(progress.scaler.as_ref())?;
-        let layout = match &optimizer {
+        self.resumed_scaler(progress)?;
+        let layout = match optimizer {
             Optimizer::Layout(layout) => layout,
             Optimizer::Dict(dict) => &dict.layout(),
         };
+        let tensors = model.entries();
         if layout.params.is_empty() && !tensors.is_empty() {
             return Err("the optimizer's state has no names, so its order of variables is not known: write names and \
                         shapes into `StateDict::params`"
@@ -221,14 +173,29 @@ impl Trainer {
                 "{error}: the optimizer, its groups and the frozen parameters have to be those of the saved run"
             )
         })?;
-        if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {
-            let mut trained = tensors[..model.trained()].iter();
-            trained.try_for_each(|of| check_entry(&file, &names.trained(&of.0), of))?;
+        let mut known = HashSet::from([names.trainer()]);
+        match optimizer {
+            Optimizer::Dict(_) => drop(known.insert(names.whole_optimizer())),
+            Optimizer::Layout(layout) => {
+                for (index, state) in &layout.state {
+                    known.extend(state.tensors.keys().map(|name| names.optimizer(*index, name)));
+                }
+                let trained = if self.saves_eval_weights() { model.trained() } else { 0 };
+                for tensor in &tensors[..trained] {
+                    let name = names.trained(&tensor.0);
+                    check_entry(file, &name, tensor)?;
+                    known.insert(name);
+                }
+            }
         }
-        let trained = if self.saves_eval_weights() { model.trained() } else { 0 };
-        check_reserved(&file, names, &tensors[..trained], &optimizer)?;
-        let schedules = self.resumed_schedules(&progress)?;
-        Ok(Some(Loaded { file, names, progress, scaler, schedules, optimizer, own }))
+        Ok(known)
+    }
+
+    /// Returns the loss scaler with the saved state.
+    fn resumed_scaler(&self, progress: &Progress) -> Result<LossScaler, BoxError> {
+        let mut scaler = self.optim.scaler().clone();
+        scaler.load_state_dict(progress.scaler.as_ref())?;
+        Ok(scaler)
     }
 
     /// Returns the schedulers as they were saved.
@@ -253,19 +220,20 @@ impl Trainer {
     }
 
     /// Changes the state to that of a checked file.
-    fn change<T, S: Stored + ?Sized>(
+    fn change<S: Stored + ?Sized>(
         &mut self,
         model: &mut S,
-        loaded: Loaded<T>,
-    ) -> Result<T, BoxError> {
-        let Loaded { file, names, progress, scaler, schedules, optimizer, own } = loaded;
+        file: &Reader,
+        loaded: LoadedPart<'_>,
+    ) -> Result<(), BoxError> {
+        let LoadedPart { names, progress, scaler, schedules, optimizer } = loaded;
         self.epoch = None;
         self.zero_grad();
         let tensors = model.entries();
-        model.read(&file, &|index| Some(tensors[index].0.clone()))?;
+        model.read(file, &|index| Some(names.tensor(&tensors[index].0)))?;
         if self.saves_eval_weights() && matches!(optimizer, Optimizer::Layout(_)) {
             let trained = &tensors[..model.trained()];
-            model.read(&file, &|index| trained.get(index).map(|of| names.trained(&of.0)))?;
+            model.read(file, &|index| trained.get(index).map(|of| names.trained(&of.0)))?;
         }
         match optimizer {
             Optimizer::Dict(dict) => self.optimizer_mut().load_state_dict(&dict)?,
@@ -292,8 +260,178 @@ impl Trainer {
                 self.optim.optimizer_mut().set_hyper_param(group, HyperParam::Lr, *lr)?;
             }
         }
-        Ok(own)
+        Ok(())
     }
+}
+
+/// Resumes trainers of one group from a file, of which `own` returns the ranks' own data. Returns
+/// the epoch and these data.
+pub(super) fn resume_all<T, S: Stored + ?Sized>(
+    all: &mut [Resumed<'_, S>],
+    path: &Path,
+    own: impl FnOnce(Own<'_>) -> Result<T, BoxError>,
+) -> Result<(usize, Option<T>)> {
+    let first = &all[0].trainer;
+    first.announce("resume")?;
+    let failed = |reason| Error::Checkpoint { path: path.to_owned(), reason };
+    let loaded = read(all, path, own).map_err(|error| error.to_string());
+    let id = loaded.as_ref().map(|loaded| loaded.as_ref().map(|loaded| loaded.file.id()));
+    let first = &mut all[0].trainer;
+    let ids = first.exchange(id.map_err(Clone::clone))?.map_err(failed)?;
+    check_same(&ids).map_err(failed)?;
+    if first.is_main() {
+        first.saves.get_mut().resumed(path, ids[0]);
+    }
+    let Some(Loaded { file, parts, own }) = loaded.map_err(failed)? else { return Ok((0, None)) };
+    let epoch = parts[0].progress.epoch;
+    let mut pairs = all.iter_mut().zip(parts);
+    let result = pairs.try_for_each(|(resumed, part)| {
+        let changed = resumed.trainer.change(resumed.model, &file, part);
+        changed.map_err(|error| of_part(resumed.part, error))
+    });
+    let torn = all[0].trainer.exchange(result)?.err();
+    all.iter_mut().for_each(|resumed| resumed.trainer.torn.clone_from(&torn));
+    match torn {
+        None => Ok((epoch, Some(own))),
+        Some(reason) => Err(failed(format!("{reason}; {TORN}"))),
+    }
+}
+
+/// Returns an error if the ranks have different files, or some of them none.
+fn check_same(ids: &[Option<Id>]) -> Result<(), String> {
+    let of = |has: bool| {
+        let ranks = ids.iter().enumerate().filter(|(_, id)| id.is_some() == has);
+        ranks.map(|(rank, _)| rank.to_string()).collect::<Vec<_>>().join(", ")
+    };
+    let first = ids.iter().flatten().next().copied();
+    if let (Some(_), Some(_)) = (first, ids.iter().find(|id| id.is_none())) {
+        return Err(format!(
+            "rank {} has it, rank {} does not: save to a file system that all ranks share",
+            of(true),
+            of(false)
+        ));
+    }
+    let Some(rank) = ids.iter().position(|id| *id != first) else { return Ok(()) };
+    let checksums: Vec<_> = ids.iter().flatten().map(Id::checksum).collect();
+    Err(format!(
+        "rank {rank} has another file than rank 0 (checksums by rank: {}): copy one of them to all ranks, or \
+         save to a file system that they share",
+        checksums.join(", ")
+    ))
+}
+
+/// Verifies and checks a file, and changes nothing; `None` if there is no file.
+fn read<'a, T, S: Stored + ?Sized>(
+    all: &mut [Resumed<'a, S>],
+    path: &Path,
+    own: impl FnOnce(Own<'_>) -> Result<T, BoxError>,
+) -> Result<Option<Loaded<'a, T>>, BoxError> {
+    all.iter().try_for_each(|resumed| resumed.model.check_saved())?;
+    let Some(file) = Reader::open(path)? else { return Ok(None) };
+    let names = names_of(&file);
+    check_parts(&file, all)?;
+    let mut states = Vec::new();
+    for Resumed { part, .. } in &*all {
+        let names = Names { part: *part, ..names };
+        states.push((names, read_progress(&file, names)?));
+    }
+    let own = own(Own { file: &file, names, progress: &states[0].1 })?;
+    let (mut optimizers, mut tensors) = (Vec::new(), HashSet::new());
+    for (resumed, (names, progress)) in all.iter().zip(&mut states) {
+        let Resumed { trainer, model, part } = resumed;
+        let checked = trainer.check_tensors(&**model, (&file, *names), progress);
+        optimizers.push(checked.map_err(|error| of_part(*part, error))?);
+        tensors.extend(model.entries().iter().map(|of| names.tensor(&of.0)));
+    }
+    let others = file.names().filter(|name| !tensors.contains(*name));
+    if let Some(name) = others.filter(|name| !name.starts_with(names.prefix)).min() {
+        return Err(format!("it has `{name}`, which the model does not have").into());
+    }
+    let own_names = (0..).map(|rank| names.own(rank));
+    let mut known: HashSet<_> = own_names.take_while(|entry| file.info(entry).is_some()).collect();
+    for ((resumed, (names, progress)), optimizer) in all.iter_mut().zip(&states).zip(&optimizers) {
+        let Resumed { trainer, model, part } = resumed;
+        let checked = trainer.check_state(&**model, (&file, *names), (progress, optimizer));
+        known.extend(checked.map_err(|error| of_part(*part, error))?);
+    }
+    let reserved = file.names().filter(|name| name.starts_with(names.prefix));
+    if let Some(name) = reserved.filter(|name| !known.contains(*name)).min() {
+        return Err(format!(
+            "it has an entry `{name}`, which this trainer does not read: resume with the version and the \
+             optimizer that saved it"
+        )
+        .into());
+    }
+    let mut parts = Vec::new();
+    for ((resumed, (names, progress)), optimizer) in all.iter().zip(states).zip(optimizers) {
+        let schedules = resumed.trainer.resumed_schedules(&progress);
+        let schedules = schedules.map_err(|error| of_part(resumed.part, error))?;
+        let scaler = resumed.trainer.resumed_scaler(&progress)?;
+        parts.push(LoadedPart { names, progress, scaler, schedules, optimizer });
+    }
+    Ok(Some(Loaded { file, parts, own }))
+}
+
+/// Checks that a file is of these trainers.
+fn check_parts<S: ?Sized>(file: &Reader, all: &[Resumed<'_, S>]) -> Result<(), BoxError> {
+    let saved = parts_of(file);
+    let mut own: Vec<_> = all.iter().filter_map(|resumed| resumed.part).collect();
+    own.sort_unstable();
+    match (saved.is_empty(), own.is_empty()) {
+        _ if saved == own => Ok(()),
+        (_, true) => {
+            Err(format!("it has several trainers, {saved:?}: resume it with `Parts`").into())
+        }
+        (true, _) => Err("it has one trainer: resume it with `Trainer::resume`".into()),
+        _ => Err(format!("it has the trainers {saved:?}, and this program {own:?}").into()),
+    }
+}
+
+/// Reads a trainer's state besides vectors.
+fn read_progress(file: &Reader, names: Names<'_>) -> Result<Progress, BoxError> {
+    let progress = file.bytes(&names.trainer())?.ok_or(NOT_OURS)?;
+    let Format { format } = serde_json::from_slice(&progress)?;
+    if !(1..=FORMAT).contains(&format) {
+        return Err(format!("format {format}; this version reads 1 to {FORMAT}").into());
+    }
+    Ok(serde_json::from_slice(&progress)?)
+}
+
+/// Returns an error for a file with data of the ranks' own.
+pub(super) fn without_own(own: Own<'_>) -> Result<(), BoxError> {
+    // `None` and `()` are no loss.
+    let is_empty = |rank| Ok::<_, BoxError>(own.of::<Option<IgnoredAny>>(rank)?.is_none());
+    for rank in 0..own.ranks() {
+        if !is_empty(rank)? {
+            return Err("it was saved by `save_with`, with data of each rank such as its place in an epoch: \
+                        call `resume_with`, or `resume_with_all` for another number of ranks"
+                .into());
+        }
+    }
+    Ok(())
+}
+
+/// Returns a function that returns the data of this rank of as many ranks as have saved.
+pub(super) fn own_of<T: DeserializeOwned>(
+    rank: usize,
+    ranks: usize,
+) -> impl FnOnce(Own<'_>) -> Result<T, BoxError> {
+    move |own: Own<'_>| {
+        match own.ranks() {
+        saved if saved == ranks => own.of(rank),
+        0 => Err("it was saved by `save`, without data of the ranks: call `resume`".into()),
+        saved => Err(format!(
+            "{saved} ranks saved it, each with data of its own, and this run has {ranks}: resume with {saved}, \
+             or call `resume_with_all`"
+        )
+        .into()),
+    }
+    }
+}
+
+/// Returns the data of all ranks.
+pub(super) fn all_own<T: DeserializeOwned>(own: Own<'_>) -> Result<Vec<T>, BoxError> {
+    (0..own.ranks()).map(|rank| own.of(rank)).collect()
 }
 
 /// Reads the optimizer's state of a checkpoint of [`Trainer`], or of a state dict in a file of its
@@ -327,65 +465,23 @@ pub fn optimizer_state(path: impl AsRef<Path>) -> Result<StateDict> {
 }
 
 /// Names of the entries of a file of this or of an earlier version.
-fn names_of(file: &Reader) -> Names {
-    let is_new = file.info(&Names(PREFIX).trainer()).is_some();
-    Names(if is_new { PREFIX } else { OLD_PREFIX })
+fn names_of(file: &Reader) -> Names<'static> {
+    let is_old = file.info(&Names { prefix: OLD_PREFIX, part: None }.trainer()).is_some();
+    Names { prefix: if is_old { OLD_PREFIX } else { PREFIX }, part: None }
 }
 
-/// Checks the entries of the optimizer's state, and that no tensors are left.
-fn check_entries(
-    file: &Reader,
-    names: Names,
-    tensors: &[Entry],
-    optimizer: &Optimizer,
-) -> Result<(), BoxError> {
-    if let Optimizer::Layout(layout) = optimizer {
-        for (index, state) in &layout.state {
-            for (name, len) in &state.tensors {
-                let entry = names.optimizer(*index, name);
-                let info = file.info(&entry);
-                if !info.is_some_and(|info| info.dtype == Dtype::F32 && info.shape == [*len]) {
-                    return Err(format!("no entry `{entry}` of {len} values of f32").into());
-                }
+/// Checks the entries of the optimizer's state.
+fn check_vectors(file: &Reader, names: Names<'_>, layout: &StateLayout) -> Result<(), BoxError> {
+    for (index, state) in &layout.state {
+        for (name, len) in &state.tensors {
+            let entry = names.optimizer(*index, name);
+            let info = file.info(&entry);
+            if !info.is_some_and(|info| info.dtype == Dtype::F32 && info.shape == [*len]) {
+                return Err(format!("no entry `{entry}` of {len} values of f32").into());
             }
         }
     }
-    let known: HashSet<&String> = tensors.iter().map(|(name, ..)| name).collect();
-    let others = file.names().filter(|name| !known.contains(name));
-    match others.filter(|name| !name.starts_with(names.0)).min() {
-        Some(name) => Err(format!("it has `{name}`, which the model does not have").into()),
-        None => Ok(()),
-    }
-}
-
-/// Returns an error for an entry that is no tensor, and that this version does not read.
-fn check_reserved(
-    file: &Reader,
-    names: Names,
-    trained: &[Entry],
-    optimizer: &Optimizer,
-) -> Result<(), BoxError> {
-    let mut known = HashSet::from([names.trainer()]);
-    let own = (0..).map(|rank| names.own(rank));
-    known.extend(own.take_while(|entry| file.info(entry).is_some()));
-    match optimizer {
-        Optimizer::Dict(_) => drop(known.insert(names.whole_optimizer())),
-        Optimizer::Layout(layout) => {
-            for (index, state) in &layout.state {
-                known.extend(state.tensors.keys().map(|name| names.optimizer(*index, name)));
-            }
-            known.extend(trained.iter().map(|(name, ..)| names.trained(name)));
-        }
-    }
-    let reserved = file.names().filter(|name| name.starts_with(names.0));
-    match reserved.filter(|name| !known.contains(*name)).min() {
-        Some(name) => Err(format!(
-            "it has an entry `{name}`, which this trainer does not read: resume with the version and the \
-             optimizer that saved it"
-        )
-        .into()),
-        None => Ok(()),
-    }
+    Ok(())
 }
 
 /// Compares a tensor with an entry of a file.
@@ -411,9 +507,9 @@ enum Optimizer {
 }
 
 /// The data of the ranks' own in a file.
-struct Own<'a> {
+pub(super) struct Own<'a> {
     file: &'a Reader,
-    names: Names,
+    names: Names<'a>,
     progress: &'a Progress,
 }
 

@@ -1,10 +1,11 @@
-//! [`Trainer::save`].
+//! [`Trainer::save`], and the file of one or several trainers.
 
 use std::fmt::Display;
 use std::fs::File;
 use std::path::Path;
 
 use collective::object::broadcast_object;
+use fused_optim::StateLayout;
 use safetensors::Dtype;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,9 @@ use crate::{BoxError, Error, Result};
 
 /// A rank's part of a save.
 #[derive(Serialize, Deserialize)]
-struct Part {
+struct RankState {
+    /// The trainer's name, if the file is of several.
+    part: Option<String>,
     epoch: usize,
     steps: u64,
     random_position: u64,
@@ -52,7 +55,7 @@ impl Trainer {
         path: impl AsRef<Path>,
         epoch: usize,
     ) -> Result<()> {
-        self.save_to(model, path.as_ref(), epoch, Ok(None))
+        save_all(&mut [self.alone(model)], path.as_ref(), epoch, Ok(None))
     }
 
     /// Like [`save`](Self::save), with additional data of each rank in the same file, such as its
@@ -70,140 +73,40 @@ impl Trainer {
         epoch: usize,
         own: &impl Serialize,
     ) -> Result<()> {
-        let mut bytes = Vec::new();
-        let own = match ciborium::into_writer(own, &mut bytes) {
-            // A reader limits how deeply data may be nested.
-            Ok(()) => match ciborium::from_reader::<IgnoredAny, _>(&bytes[..]) {
-                Ok(_) => Ok(Some(bytes)),
-                Err(error) => Err(format!("the data could not be resumed: {error}")),
-            },
-            Err(ciborium::ser::Error::Value(reason)) => {
-                Err(format!("the data cannot be saved: {reason}"))
-            }
-            Err(error) => Err(format!("the data cannot be saved: {error}")),
-        };
-        self.save_to(model, path.as_ref(), epoch, own)
+        save_all(&mut [self.alone(model)], path.as_ref(), epoch, encode(own))
     }
 
-    fn save_to<S: Stored + ?Sized>(
-        &self,
-        model: &mut S,
-        path: &Path,
-        epoch: usize,
-        own: Result<Option<Vec<u8>>, String>,
-    ) -> Result<()> {
-        self.announce("save")?;
-        let failed = |reason| Error::Checkpoint { path: path.to_owned(), reason };
-        let len = own.as_ref().map(|own| own.as_ref().map(Vec::len)).map_err(Clone::clone);
-        let part = len.and_then(|len| self.part(&*model, epoch, len));
-        let parts = self.exchange(part)?.map_err(failed)?;
-        check_alike(&parts).map_err(failed)?;
-        let own = match own {
-            Ok(Some(own)) => self.gather(&own, &parts)?,
-            _ => Vec::new(),
-        };
-        let written = self.is_main().then(|| {
-            let mut saves = self.saves.borrow_mut();
-            let written = saves.save(path, |new| self.write(model, new, &parts, &own), describe);
-            written.err().map(|error| error.to_string())
-        });
-        match broadcast_object(self.group(), written, 0)? {
-            None => Ok(()),
-            Some(reason) => Err(failed(reason)),
-        }
+    /// This trainer as the only one of a file.
+    fn alone<'a, S: Stored + ?Sized>(&'a self, model: &'a mut S) -> Saved<'a, S> {
+        Saved { trainer: self, model, part: None }
     }
 
-    fn part<S: Stored + ?Sized>(
+    fn rank_state<S: Stored + ?Sized>(
         &self,
-        model: &S,
+        (part, model): (Option<&str>, &S),
         epoch: usize,
         own: Option<usize>,
-    ) -> Result<Part, String> {
+    ) -> Result<RankState, String> {
+        let part = part.map(str::to_owned);
         self.check_whole().map_err(|error| error.to_string())?;
         model.check_saved().map_err(|error| error.to_string())?;
         self.check_pending().map_err(|error| format!("save after a step: {error}"))?;
         let random_position = model.random_position().unwrap_or(self.state.random_position);
         let autotune_cache =
             model.autotune_cache().unwrap_or_else(|| self.state.autotune_cache.clone());
-        Ok(Part { epoch, steps: self.steps, random_position, autotune_cache, own })
+        Ok(RankState { part, epoch, steps: self.steps, random_position, autotune_cache, own })
     }
 
     /// Returns the data of all ranks' own on rank 0, one after another.
-    fn gather(&self, own: &[u8], parts: &[Part]) -> Result<Vec<u8>> {
-        let lens: Vec<_> = parts.iter().map(|part| part.own.unwrap_or(0)).collect();
+    fn gather(&self, own: &[u8], parts: &[Vec<RankState>]) -> Result<Vec<u8>> {
+        let lens: Vec<_> = parts.iter().map(|part| part[0].own.unwrap_or(0)).collect();
         let lens = if self.is_main() { &lens[..] } else { &[] };
         let mut all = vec![0; lens.iter().sum()];
         self.group().gather_v(&mut all, own, lens, 0)?;
         Ok(all)
     }
 
-    fn write<S: Stored + ?Sized>(
-        &self,
-        model: &mut S,
-        new: &File,
-        parts: &[Part],
-        own: &[u8],
-    ) -> Result<Id, BoxError> {
-        let names = Names(PREFIX);
-        let layout = self.optimizer().state_layout()?;
-        let vectors = layout.state.iter().flat_map(|(index, state)| {
-            let vectors = state.tensors.iter();
-            vectors.map(|(name, len)| (names.optimizer(*index, name), Dtype::F32, vec![*len]))
-        });
-        let vectors: Vec<Entry> = vectors.collect();
-        let tensors = model.entries();
-        // Those in training, if the tensors' own entries have weights for evaluation.
-        let eval = self.saves_eval_weights().then(|| self.optimizer());
-        let trained = if eval.is_some() { model.trained() } else { 0 };
-        let trained = tensors[..trained].iter();
-        let trained: Vec<Entry> = trained
-            .map(|(name, dtype, shape)| (names.trained(name), *dtype, shape.clone()))
-            .collect();
-        let progress = self.progress(parts, layout)?;
-        let mut rest = own;
-        let own = parts.iter().enumerate().filter_map(|(rank, part)| {
-            let own = rest.split_off(..part.own?)?;
-            Some((names.own(rank), own))
-        });
-        let bytes: Vec<_> = own.chain([(names.trainer(), &progress[..])]).collect();
-
-        if let Some((name, dtype, _)) =
-            tensors.iter().find(|(_, dtype, _)| ![8, 16, 32, 64].contains(&dtype.bitsize()))
-        {
-            return Err(format!("`{name}` of {dtype:?} cannot be saved").into());
-        }
-        // The widest types first, so that all data are aligned.
-        let is_wide = |(_, dtype, _): &Entry, bits: usize| dtype.bitsize() == bits;
-        let of_width = |bits: usize| {
-            let all = tensors.iter().chain(&trained);
-            all.filter(move |entry| is_wide(entry, bits)).cloned()
-        };
-        let mut entries: Vec<Entry> = of_width(64).chain(of_width(32)).chain(vectors).collect();
-        entries.extend(of_width(16).chain(of_width(8)));
-        entries.extend(bytes.iter().map(|(name, all)| (name.clone(), Dtype::U8, vec![all.len()])));
-        let mut writer = Writer::new(new, entries)?;
-        for bits in [64, 32, 16, 8] {
-            if tensors.iter().any(|entry| is_wide(entry, bits)) {
-                model.write(&mut writer, &|index| is_wide(&tensors[index], bits), eval)?;
-            }
-            if trained.iter().any(|entry| is_wide(entry, bits)) {
-                let is_trained =
-                    |index: usize| trained.get(index).is_some_and(|entry| is_wide(entry, bits));
-                model.write(&mut writer, &is_trained, None)?;
-            }
-            if bits == 32 {
-                self.optimizer().visit_state(&mut |_, _, values| writer.values(values))?;
-            }
-        }
-        bytes.iter().try_for_each(|(_, bytes)| writer.bytes(bytes))?;
-        Ok(writer.finish()?)
-    }
-
-    fn progress(
-        &self,
-        parts: &[Part],
-        layout: fused_optim::StateLayout,
-    ) -> Result<Vec<u8>, BoxError> {
+    fn progress(&self, parts: &[&RankState], layout: StateLayout) -> Result<Vec<u8>, BoxError> {
         Ok(serde_json::to_vec(&Progress {
             format: FORMAT,
             epoch: parts[0].epoch,
@@ -226,10 +129,186 @@ impl Trainer {
     }
 }
 
+/// A trainer of a file, and its model.
+pub(super) struct Saved<'a, S: ?Sized> {
+    pub(super) trainer: &'a Trainer,
+    pub(super) model: &'a mut S,
+    /// The trainer's name, if the file is of several.
+    pub(super) part: Option<&'a str>,
+}
+
+/// Encodes a rank's own data.
+pub(super) fn encode(own: &impl Serialize) -> Result<Option<Vec<u8>>, String> {
+    let mut bytes = Vec::new();
+    match ciborium::into_writer(own, &mut bytes) {
+        // A reader limits how deeply data may be nested.
+        Ok(()) => match ciborium::from_reader::<IgnoredAny, _>(&bytes[..]) {
+            Ok(_) => Ok(Some(bytes)),
+            Err(error) => Err(format!("the data could not be resumed: {error}")),
+        },
+        Err(ciborium::ser::Error::Value(reason)) => {
+            Err(format!("the data cannot be saved: {reason}"))
+        }
+        Err(error) => Err(format!("the data cannot be saved: {error}")),
+    }
+}
+
+/// Saves trainers of one group to a file, with a rank's own data.
+pub(super) fn save_all<S: Stored + ?Sized>(
+    all: &mut [Saved<'_, S>],
+    path: &Path,
+    epoch: usize,
+    own: Result<Option<Vec<u8>>, String>,
+) -> Result<()> {
+    let first = all[0].trainer;
+    first.announce("save")?;
+    let failed = |reason| Error::Checkpoint { path: path.to_owned(), reason };
+    let len = own.as_ref().map(|own| own.as_ref().map(Vec::len)).map_err(Clone::clone);
+    let part = |saved: &Saved<'_, S>, len| {
+        let state = saved.trainer.rank_state((saved.part, &*saved.model), epoch, len);
+        state.map_err(|reason| of_part(saved.part, reason))
+    };
+    let parts = len.and_then(|len| all.iter().map(|saved| part(saved, len)).collect());
+    let parts: Vec<Vec<RankState>> = first.exchange(parts)?.map_err(failed)?;
+    check_alike(&parts).map_err(failed)?;
+    let own = match own {
+        Ok(Some(own)) => first.gather(&own, &parts)?,
+        _ => Vec::new(),
+    };
+    let written = first.is_main().then(|| {
+        let mut saves = first.saves.borrow_mut();
+        let written = saves.save(path, |new| write(all, new, &parts, &own), describe);
+        written.err().map(|error| error.to_string())
+    });
+    match broadcast_object(first.group(), written, 0)? {
+        None => Ok(()),
+        Some(reason) => Err(failed(reason)),
+    }
+}
+
+/// Adds the trainer's name to a reason, if the file is of several.
+pub(super) fn of_part(part: Option<&str>, reason: impl Display) -> String {
+    match part {
+        Some(part) => format!("part `{part}`: {reason}"),
+        None => reason.to_string(),
+    }
+}
+
+/// The entries of a trainer.
+struct Entries {
+    tensors: Vec<Entry>,
+    /// Weights in training, if the tensors' own entries have those for evaluation.
+    trained: Vec<Entry>,
+    /// Vectors of the optimizer's state.
+    vectors: Vec<Entry>,
+}
+
+impl Entries {
+    fn of<S: Stored + ?Sized>(saved: &Saved<'_, S>, layout: &StateLayout) -> Self {
+        let names = Names::new(saved.part);
+        let vectors = layout.state.iter().flat_map(|(index, state)| {
+            let vectors = state.tensors.iter();
+            vectors.map(|(name, len)| (names.optimizer(*index, name), Dtype::F32, vec![*len]))
+        });
+        let vectors = vectors.collect();
+        let tensors = saved.model.entries();
+        let trained = if saved.trainer.saves_eval_weights() { saved.model.trained() } else { 0 };
+        let named = |entry: &Entry, name: String| (name, entry.1, entry.2.clone());
+        let trained = tensors[..trained].iter().map(|of| named(of, names.trained(&of.0)));
+        let trained = trained.collect();
+        let tensors = tensors.iter().map(|of| named(of, names.tensor(&of.0))).collect();
+        Self { tensors, trained, vectors }
+    }
+
+    /// The entries of this width, in the order in which they are written.
+    fn of_width(&self, bits: usize) -> impl Iterator<Item = &Entry> {
+        let tensors = self.tensors.iter().chain(&self.trained);
+        let vectors = self.vectors.iter().filter(move |_| bits == 32);
+        tensors.filter(move |of| is_wide(of, bits)).chain(vectors)
+    }
+}
+
+fn is_wide((_, dtype, _): &Entry, bits: usize) -> bool {
+    dtype.bitsize() == bits
+}
+
+/// Widths of elements: the widest first, so that all data are aligned.
+const WIDTHS: [usize; 4] = [64, 32, 16, 8];
+
+fn write<S: Stored + ?Sized>(
+    all: &mut [Saved<'_, S>],
+    new: &File,
+    parts: &[Vec<RankState>],
+    own: &[u8],
+) -> Result<Id, BoxError> {
+    let (mut entries, mut progress) = (Vec::new(), Vec::new());
+    for (index, saved) in all.iter().enumerate() {
+        let layout = saved.trainer.optimizer().state_layout()?;
+        entries.push(Entries::of(saved, &layout));
+        let parts: Vec<_> = parts.iter().map(|parts| &parts[index]).collect();
+        let name = Names::new(saved.part).trainer();
+        progress.push((name, saved.trainer.progress(&parts, layout)?));
+    }
+    let mut tensors = entries.iter().flat_map(|of| &of.tensors);
+    if let Some((name, dtype, _)) = tensors.find(|(_, of, _)| !WIDTHS.contains(&of.bitsize())) {
+        return Err(format!("`{name}` of {dtype:?} cannot be saved").into());
+    }
+    let mut rest = own;
+    let own = parts.iter().enumerate().filter_map(|(rank, parts)| {
+        let own = rest.split_off(..parts[0].own?)?;
+        Some((Names::new(None).own(rank), own))
+    });
+    let progress = progress.iter().map(|(name, bytes)| (name.clone(), &bytes[..]));
+    let bytes: Vec<_> = own.chain(progress).collect();
+    let header = WIDTHS.iter().flat_map(|bits| entries.iter().flat_map(|of| of.of_width(*bits)));
+    let mut header: Vec<Entry> = header.cloned().collect();
+    header.extend(bytes.iter().map(|(name, all)| (name.clone(), Dtype::U8, vec![all.len()])));
+    let mut writer = Writer::new(new, header)?;
+    for bits in WIDTHS {
+        for (saved, entries) in all.iter_mut().zip(&entries) {
+            write_width(saved, entries, &mut writer, bits)?;
+        }
+    }
+    bytes.iter().try_for_each(|(_, bytes)| writer.bytes(bytes))?;
+    Ok(writer.finish()?)
+}
+
+/// Writes the entries of a trainer that have this width.
+fn write_width<S: Stored + ?Sized>(
+    Saved { trainer, model, .. }: &mut Saved<'_, S>,
+    Entries { tensors, trained, .. }: &Entries,
+    writer: &mut Writer<'_>,
+    bits: usize,
+) -> Result<(), BoxError> {
+    let eval = trainer.saves_eval_weights().then(|| trainer.optimizer());
+    if tensors.iter().any(|entry| is_wide(entry, bits)) {
+        model.write(writer, &|index| is_wide(&tensors[index], bits), eval)?;
+    }
+    if trained.iter().any(|entry| is_wide(entry, bits)) {
+        let is_trained =
+            |index: usize| trained.get(index).is_some_and(|entry| is_wide(entry, bits));
+        model.write(writer, &is_trained, None)?;
+    }
+    if bits == 32 {
+        trainer.optimizer().visit_state(&mut |_, _, values| writer.values(values))?;
+    }
+    Ok(())
+}
+
 /// Returns an error for ranks that save something else than rank 0.
-fn check_alike(parts: &[Part]) -> Result<(), String> {
-    let first = &parts[0];
-    for (rank, part) in parts.iter().enumerate() {
+fn check_alike(parts: &[Vec<RankState>]) -> Result<(), String> {
+    let names = |parts: &[RankState]| {
+        let names: Vec<_> = parts.iter().filter_map(|part| part.part.as_deref()).collect();
+        if names.is_empty() { "`Trainer::save`".to_owned() } else { format!("parts {names:?}") }
+    };
+    let called: Vec<_> = parts.iter().map(|parts| names(parts)).collect();
+    if let Some(rank) = called.iter().position(|names| *names != called[0]) {
+        let (first, other) = (&called[0], &called[rank]);
+        return Err(format!("ranks differ in their call: rank 0 has {first}, rank {rank} {other}"));
+    }
+    let ranks = parts.iter().enumerate();
+    let pairs = ranks.flat_map(|(rank, parts)| parts.iter().map(move |part| (rank, part)));
+    for ((rank, part), first) in pairs.zip(parts[0].iter().cycle()) {
         let differs = |what, first: &dyn Display, own: &dyn Display| {
             Err(format!("ranks differ in {what}: rank 0 has {first}, rank {rank} {own}"))
         };
@@ -240,7 +319,7 @@ fn check_alike(parts: &[Part]) -> Result<(), String> {
             return differs("the number of steps", &first.steps, &part.steps);
         }
         if part.own.is_some() != first.own.is_some() {
-            let call = |part: &Part| if part.own.is_some() { "`save_with`" } else { "`save`" };
+            let call = |part: &RankState| if part.own.is_some() { "`save_with`" } else { "`save`" };
             return differs("their call", &call(first), &call(part));
         }
     }
@@ -249,8 +328,8 @@ fn check_alike(parts: &[Part]) -> Result<(), String> {
 
 /// Describes the checkpoint of another run.
 fn describe(path: &Path) -> String {
-    let progress = [PREFIX, OLD_PREFIX].into_iter();
-    let progress = progress.filter_map(|prefix| Reader::peek(path, &Names(prefix).trainer()));
+    let names = [PREFIX, OLD_PREFIX].map(|prefix| Names { prefix, part: None });
+    let progress = names.iter().filter_map(|names| Reader::peek(path, &names.trainer()));
     let mut progress = progress.filter_map(|bytes| serde_json::from_slice::<Progress>(&bytes).ok());
     match progress.next() {
         Some(other) => format!(" (epoch {}, {} steps)", other.epoch, other.steps),

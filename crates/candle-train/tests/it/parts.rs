@@ -1,0 +1,142 @@
+//! Tests of several trainers with one checkpoint.
+
+use std::path::Path;
+use std::time::Duration;
+
+use candle_core::{DType, Device, Module};
+use candle_nn::VarMap;
+use candle_ops::{cross_entropy, randn};
+use candle_train::{AdamWHyper, Clip, Parts, SgdHyper, Trainer, seeded};
+use collective::ProcessGroup;
+
+use super::{Net, SAMPLES, batch, ranks, weights};
+
+/// Two nets with the same names of variables.
+fn nets() -> [(VarMap, Net); 2] {
+    [1, 2].map(|seed| {
+        let vars = VarMap::new();
+        let net = Net::new(seeded(&vars, seed, DType::F32, &Device::Cpu)).unwrap();
+        (vars, net)
+    })
+}
+
+/// A trainer in f16 with a schedule, and one in f32 that clips.
+fn trainers([(a, _), (b, _)]: &[(VarMap, Net); 2], group: &ProcessGroup) -> [Trainer; 2] {
+    let first = Trainer::builder(a).part("first").group(group.clone()).f16();
+    let first = first.schedule(|step| 1.0 / (1.0 + step as f64));
+    let second = Trainer::builder(b).part("second").group(group.clone()).clip(Clip::norm(0.5));
+    let sgd = SgdHyper { lr: 0.1, momentum: 0.9, ..SgdHyper::default() };
+    [first.build(AdamWHyper::default()).unwrap(), second.build(sgd).unwrap()]
+}
+
+/// Trains the second net on each batch, and the first one on each other.
+fn epoch([a, b]: &mut [Trainer; 2], [(_, first), (_, second)]: &[(VarMap, Net); 2], epoch: usize) {
+    for (index, rows) in b.batches(SAMPLES, 16, epoch).unwrap().into_iter().enumerate() {
+        let (x, y) = batch(&rows);
+        let noisy = || &x + randn(0.0, 0.3, x.shape(), DType::F32, &Device::Cpu)?;
+        b.step(|| cross_entropy(&second.forward(&noisy()?)?, &y)).unwrap();
+        if index % 2 == 1 {
+            let teacher = second.forward(&x).unwrap().detach();
+            let loss =
+                || (first.forward(&noisy()?)?.to_dtype(DType::F32)? - &teacher)?.sqr()?.mean_all();
+            a.step(loss).unwrap();
+        }
+    }
+}
+
+/// Trains to an epoch, from the file's.
+fn run(group: &ProcessGroup, path: &Path, epochs: usize) -> Vec<Vec<f32>> {
+    let nets = nets();
+    let mut both = trainers(&nets, group);
+    let start = Parts::of(&mut both).resume(path).unwrap();
+    for at in start..epochs {
+        epoch(&mut both, &nets, at);
+        Parts::of(&mut both).save(path, at + 1).unwrap();
+    }
+    assert!(both[1].steps() > both[0].steps());
+    nets.iter().flat_map(|(vars, _)| weights(vars)).collect()
+}
+
+#[test]
+fn two_trainers_resume_from_one_file_bit_for_bit() {
+    let directory = tempfile::tempdir().unwrap();
+    let (whole, parts) = (directory.path().join("whole"), directory.path().join("parts"));
+    let weights = ranks(2, |group| {
+        let expected = run(&group, &whole, 4);
+        run(&group, &parts, 2);
+        assert_eq!(run(&group, &parts, 4), expected);
+        expected
+    });
+    assert_eq!(weights[0], weights[1]);
+    let names = |path: &Path| {
+        let bytes = std::fs::read(path).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        file.names().iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()
+    };
+    for name in ["first.a.weight", "second.a.weight"] {
+        assert!(names(&parts).iter().any(|other| other == name), "{name}");
+    }
+}
+
+#[test]
+fn files_of_other_trainers_are_refused_by_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let (both, one) = (directory.path().join("both"), directory.path().join("one"));
+    ranks(1, |group| {
+        let nets = nets();
+        let mut all = trainers(&nets, &group);
+        Parts::of(&mut all).save_with(&both, 1, &7).unwrap();
+        all[0].save(&one, 1).unwrap();
+        let before = nets.each_ref().map(|(vars, _)| weights(vars));
+        let said = |result: candle_train::Result<usize>| result.unwrap_err().to_string();
+        let error = said(all[0].resume(&both));
+        assert!(error.contains(r#"it has several trainers, ["first", "second"]"#), "{error}");
+        let error = said(Parts::of(&mut all).resume(&one));
+        assert!(error.contains("it has one trainer: resume it with `Trainer::resume`"), "{error}");
+        let error = said(Parts::of(&mut all[..1]).resume(&both));
+        assert!(error.contains(r#"and this program ["first"]"#), "{error}");
+        let error = said(Parts::of(&mut all).resume(&both));
+        assert!(error.contains("call `resume_with`"), "{error}");
+        // Each in the other's place: the second has no loss scale.
+        let [(a, _), (b, _)] = &nets;
+        let build = |vars, name: &str| {
+            let builder = Trainer::builder(vars).part(name).group(group.clone());
+            builder.build(AdamWHyper::default()).unwrap()
+        };
+        let mut others = [build(a, "first"), build(b, "second")];
+        let error = said(Parts::of(&mut others).resume(&both).map(drop).map(|()| 0));
+        assert!(error.contains("call `resume_with`"), "{error}");
+        let error = Parts::of(&mut others).resume_with::<i32>(&both).unwrap_err().to_string();
+        assert!(error.contains("part `first`: it was saved with a loss scale"), "{error}");
+        assert_eq!(before, nets.each_ref().map(|(vars, _)| weights(vars)));
+        let mut same = [build(a, "first"), build(b, "first")];
+        let error = said(Parts::of(&mut same).resume(&both));
+        assert!(error.contains("two trainers of `Parts` are named `first`"), "{error}");
+        let unnamed = Trainer::builder(a).group(group.clone()).build(AdamWHyper::default());
+        let error = said(Parts::of([&mut unnamed.unwrap()]).resume(&both));
+        assert!(error.contains("`TrainerBuilder::part`"), "{error}");
+        assert_eq!(Parts::of(&mut all).resume_with(&both).unwrap(), (1, Some(7)));
+    });
+}
+
+#[test]
+fn ranks_that_step_different_trainers_are_named() {
+    let groups = ProcessGroup::threads(2, Duration::from_secs(5)).unwrap();
+    let errors = std::thread::scope(|scope| {
+        let rank = |group: ProcessGroup| {
+            let nets = nets();
+            let mut both = trainers(&nets, &group);
+            let (x, y) = batch(&[0, 1, 2, 3]);
+            let rank = group.rank();
+            let (train, net) = (&mut both[rank], &nets[rank].1);
+            train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap_err().to_string()
+        };
+        let threads: Vec<_> =
+            groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    for error in errors {
+        assert!(error.contains("rank 0: `Trainer::step` of part `first`"), "{error}");
+        assert!(error.contains("rank 1: `Trainer::step` of part `second`"), "{error}");
+    }
+}

@@ -7,6 +7,7 @@ use std::io;
 use serde::{Deserialize, Serialize};
 
 use crate::error::format;
+use crate::state_dict::metadata;
 use crate::{ParamSpec, ParamState, Result, StateDict};
 
 /// Takes one vector of a state: its tensor's index, its name, its values.
@@ -57,6 +58,18 @@ impl StateDict {
 }
 
 impl StateLayout {
+    /// Key and text of the metadata in a file of [`StateDict::to_safetensors`]: with them, a
+    /// program can write that file from [`visit_state`](crate::Optimizer::visit_state), one vector
+    /// at a time. Its entries are `state.INDEX.step` (I64, a scalar) and `state.INDEX.NAME` (F32,
+    /// one dimension).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Format`](crate::Error::Format) if a name cannot be written.
+    pub fn metadata(&self) -> Result<(&'static str, String)> {
+        metadata(&self.kind, &self.param_groups, &self.params)
+    }
+
     /// A state dict of this layout. `read` writes the values of each vector, which are zeros
     /// before.
     ///

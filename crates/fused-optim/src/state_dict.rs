@@ -51,13 +51,7 @@ impl StateDict {
     ///
     /// [`Error::Format`] if a step count does not fit an `i64`, or a name cannot be written.
     pub fn to_safetensors(&self) -> Result<Vec<u8>> {
-        let header = Header {
-            format: FORMAT,
-            kind: self.kind.clone(),
-            param_groups: self.param_groups.clone(),
-            params: self.params.clone(),
-        };
-        let header = serde_json::to_string(&header).map_err(format("write the header"))?;
+        let (key, header) = metadata(&self.kind, &self.param_groups, &self.params)?;
         let step = |state: &ParamState| {
             let step = i64::try_from(state.step).map_err(format("write the step count"));
             step.map(i64::to_le_bytes)
@@ -75,7 +69,7 @@ impl StateDict {
                 entries.push((format!("state.{index}.{name}"), values));
             }
         }
-        let metadata = HashMap::from([(METADATA.to_owned(), header)]);
+        let metadata = HashMap::from([(key.to_owned(), header)]);
         safetensors::serialize(entries, Some(metadata)).map_err(format("write safetensors"))
     }
 
@@ -109,6 +103,21 @@ impl StateDict {
         }
         Ok(dict)
     }
+}
+
+/// Key and text of a file's metadata.
+pub(crate) fn metadata(
+    kind: &str,
+    param_groups: &str,
+    params: &BTreeMap<usize, ParamSpec>,
+) -> Result<(&'static str, String)> {
+    let header = Header {
+        format: FORMAT,
+        kind: kind.to_owned(),
+        param_groups: param_groups.to_owned(),
+        params: params.clone(),
+    };
+    Ok((METADATA, serde_json::to_string(&header).map_err(format("write the header"))?))
 }
 
 /// Contents of the metadata.

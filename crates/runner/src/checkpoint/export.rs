@@ -1,13 +1,11 @@
 //! Exports the weights of a checkpoint as one safetensors file for other programs.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::TensorView;
 use serde_json::json;
 
-use super::files::{check_outside, write_users};
-use super::{AVERAGES, Checkpoint, TRAINED, Tensor, deserialize, load, tensors};
+use super::files::{check_outside, write_bytes, write_users};
+use super::{AVERAGES, Checkpoint, TRAINED, Tensor, deserialize, load, write_tensors};
 use crate::model::LoraOptions;
 use crate::{Error, Result};
 
@@ -40,11 +38,11 @@ pub fn export(path: &Path, out: &Path, options: ExportOptions) -> Result<usize> 
         weights.retain(|tensor| layer(&tensor.spec.name).is_some());
         let config = adapter_config(lora, &weights)?;
         weights.iter_mut().for_each(|tensor| tensor.spec.name.insert_str(0, PEFT));
-        write_users(&dir, "adapter_config.json", config.as_bytes())?;
+        write_users(&dir, "adapter_config.json", |file| write_bytes(file, config.as_bytes()))?;
     } else if let Some(lora) = lora {
         merge(&mut weights, lora.alpha / lora.rank as f64)?;
     }
-    write_users(&dir, &name, &serialize(&weights)?)?;
+    write_users(&dir, &name, |file| write_tensors(file, &[("format", "pt")], &weights))?;
     Ok(weights.len())
 }
 
@@ -138,18 +136,6 @@ fn adapter_config(lora: &LoraOptions, adapters: &[Tensor]) -> Result<String> {
         "base_model_name_or_path": null,
     });
     serde_json::to_string_pretty(&config).map_err(|e| super::failed("adapter_config.json", e))
-}
-
-fn serialize(weights: &[Tensor]) -> Result<Vec<u8>> {
-    let views = weights.iter().map(|Tensor { spec, bytes }| {
-        let view = TensorView::new(tensors::dtype(spec.dtype), spec.shape.clone(), bytes)?;
-        Ok((&spec.name, view))
-    });
-    let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>();
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-    views
-        .and_then(|views| safetensors::serialize(views, Some(metadata)))
-        .map_err(|e| super::failed("safetensors", e))
 }
 
 /// Prefix of names in PEFT's adapter files.

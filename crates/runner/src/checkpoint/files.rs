@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use train_step::BoxError;
+
 use super::find::is_file;
 use super::{FileMeta, LAST, MODEL, STATE, load_meta};
 use crate::{Error, Result};
@@ -127,14 +129,20 @@ pub(crate) fn write_output(out: &Path, bytes: &[u8]) -> Result<()> {
     check_outside(out)?;
     let is_special = out.metadata().is_ok_and(|found| !found.is_file() && !found.is_dir());
     match (out.parent(), out.file_name()) {
-        (Some(dir), Some(name)) if !is_special => write_users(&dir.join("."), name, bytes),
+        (Some(dir), Some(name)) if !is_special => {
+            write_users(&dir.join("."), name, |file| write_bytes(file, bytes))
+        }
         _ => fs::write(out, bytes).map_err(io("write", out)),
     }
 }
 
 /// Writes the file `dir/name` atomically, in a directory that is not the runner's, in which every
 /// other file is the user's. If `dir/name` is a link, the link is replaced.
-pub(super) fn write_users(dir: &Path, name: impl AsRef<OsStr>, bytes: &[u8]) -> Result<()> {
+pub(super) fn write_users(
+    dir: &Path,
+    name: impl AsRef<OsStr>,
+    write: impl FnOnce(&File) -> Result<Sum, BoxError>,
+) -> Result<()> {
     let path = dir.join(name.as_ref());
     let (process, mut attempt) = (std::process::id(), 0_u64);
     loop {
@@ -142,7 +150,7 @@ pub(super) fn write_users(dir: &Path, name: impl AsRef<OsStr>, bytes: &[u8]) -> 
         match File::create_new(&fresh) {
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => attempt += 1,
             Err(e) => return Err(io("write", &path)(e)),
-            Ok(file) => return replace_file(file, &fresh, &path, bytes),
+            Ok(file) => return replace_file(&file, &fresh, &path, write),
         }
     }
 }
@@ -151,13 +159,18 @@ pub(super) fn write_users(dir: &Path, name: impl AsRef<OsStr>, bytes: &[u8]) -> 
 pub(super) fn write_file(dir: &Path, name: &str, bytes: &[u8]) -> Result<()> {
     let fresh = temporary(dir, name);
     let file = create(&fresh).map_err(io("write", &fresh))?;
-    replace_file(file, &fresh, &dir.join(name), bytes)
+    replace_file(&file, &fresh, &dir.join(name), |file| write_bytes(file, bytes))
 }
 
 /// Writes `file`, the new file `fresh`, and renames it to `path`.
-fn replace_file(file: File, fresh: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
+fn replace_file(
+    file: &File,
+    fresh: &Path,
+    path: &Path,
+    write: impl FnOnce(&File) -> Result<Sum, BoxError>,
+) -> Result<()> {
     let write = || {
-        write_all(file, bytes).map_err(io("write", fresh))?;
+        write(file).map_err(|why| unwritten(fresh, why))?;
         fs::rename(fresh, path).map_err(io("rename to", path))?;
         path.parent().map_or(Ok(()), sync_dir)
     };
@@ -245,8 +258,37 @@ fn is_checkpoint(dir: &Path) -> bool {
     entries.all(|entry| entry.is_ok_and(|entry| is_part(&entry.path())))
 }
 
-pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
-    create(path).and_then(|file| write_all(file, bytes)).map_err(io("write", path))
+/// Length and CRC-32 of a file that has been written, and synced to disk.
+pub(super) struct Sum {
+    pub(super) bytes: u64,
+    pub(super) crc32: u32,
+}
+
+/// Writes a new file.
+pub(super) fn write_new(
+    path: &Path,
+    write: impl FnOnce(&File) -> Result<Sum, BoxError>,
+) -> Result<Sum> {
+    let file = create(path).map_err(io("write", path))?;
+    write(&file).map_err(|why| unwritten(path, why))
+}
+
+/// Writes and syncs the content of a file.
+pub(super) fn write_bytes(mut file: &File, bytes: &[u8]) -> Result<Sum, BoxError> {
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    Ok(Sum { bytes: bytes.len() as u64, crc32: crc32(bytes) })
+}
+
+/// Creates an error of a file that could not be written.
+fn unwritten(path: &Path, why: BoxError) -> Error {
+    let why = why.downcast().map(|why| io("write", path)(*why));
+    let why = why.or_else(|why| why.downcast().map(|why| Error::Optim(*why)));
+    why.unwrap_or_else(|why| Error::Checkpoint {
+        path: Some(path.to_owned()),
+        message: format!("{}: {why}", path.display()),
+        source: Some(why),
+    })
 }
 
 /// Creates a file of the runner's own. One left by a killed process is removed; a link is not
@@ -256,11 +298,6 @@ fn create(path: &Path) -> std::io::Result<File> {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
         _ => File::create_new(path),
     }
-}
-
-fn write_all(mut file: File, bytes: &[u8]) -> std::io::Result<()> {
-    file.write_all(bytes)?;
-    file.sync_all()
 }
 
 /// Flushes a directory's entries, so that a rename in it survives a power failure.

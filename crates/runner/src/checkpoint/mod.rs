@@ -24,19 +24,20 @@ mod read;
 mod tensors;
 
 use std::collections::HashSet;
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use fused_optim::DType;
 use safetensors::tensor::{SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use train_step::BoxError;
 
 pub use self::export::{ExportOptions, export};
+use self::files::{Sum, crc32, seal, write_bytes, write_dir, write_file, write_new};
 pub(crate) use self::files::{
     aside, check_name, check_outside, is_full, remove, remove_leftovers, write_output,
 };
-use self::files::{crc32, file_meta, seal, write_dir, write_file, write_synced};
 pub use self::find::{Found, newest};
 pub(crate) use self::find::{is_file, of_another_run};
 pub(crate) use self::lock::WorkDirLock;
@@ -45,14 +46,16 @@ pub use self::read::load;
 pub(crate) use self::read::{bad, failed, load_meta, lora_options, not_a_checkpoint, verify_model};
 use self::read::{damaged, read_whole, unreadable};
 pub use self::tensors::{Tensor, model_tensors};
-use self::tensors::{check, check_convertible, deserialize, scaled, serialize};
+use self::tensors::{
+    check, check_convertible, deserialize, scaled, serialize, write_optimizer, write_tensors,
+};
 pub(crate) use self::tensors::{
     copy_from_bytes, load_into, specs, to_bytes, visit_buffers, visit_model, visit_whole_model,
 };
 use crate::data::{Layout, StreamPosition};
 use crate::engine::{Engine, EngineState, StepContext, TensorSpec};
 use crate::model::{LoraOptions, ModelWrapper, with_host_grads};
-use crate::optim_wrapper::{OptimWrapperState, PendingCounts};
+use crate::optim_wrapper::{OptimWrapper, OptimWrapperState, PendingCounts};
 use crate::schedulers::Scheduler;
 use crate::{Error, Result};
 
@@ -172,8 +175,6 @@ pub struct Contents {
     pub meta: Meta,
     /// Tensors of the model. Empty on all ranks but the first.
     pub model: Vec<Tensor>,
-    /// State of the optimizer wrapper; a run cannot resume from a checkpoint without it.
-    pub optim: Option<OptimWrapperState>,
     /// Additional files of tensors, by name without extension. Only the first rank's are written.
     pub extra: Vec<(String, Vec<Tensor>)>,
     /// Tensors of this rank that may differ between ranks. Those of the first rank are in the
@@ -215,32 +216,42 @@ pub(crate) const TRAINED: &str = "source.";
 pub const LAST: &str = "last_checkpoint";
 
 /// Writes the checkpoint `work_dir/name`, and updates `last_checkpoint` if `is_last` is set. Called
-/// by one rank.
+/// by one rank. `optim` is saved too, without a copy of its state; a run cannot resume from a
+/// checkpoint without it.
 ///
 /// # Errors
 ///
-/// [`Error::Io`] with the path; [`Error::Checkpoint`] for a name that a checkpoint cannot have. An
-/// earlier checkpoint of that name is then still in place.
-pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> {
+/// [`Error::Optim`] with the error of the optimizer's device; [`Error::Io`] with the path;
+/// [`Error::Checkpoint`] for a name that a checkpoint cannot have. An earlier checkpoint of that
+/// name is then still in place.
+pub fn save(
+    work_dir: &Path,
+    name: &str,
+    contents: Contents,
+    optim: Option<&OptimWrapper>,
+) -> Result<PathBuf> {
     check_name(name)?;
-    let Contents { meta, model, optim, extra, ranks, is_last, .. } = contents;
-    let loss_scaler = optim.as_ref().and_then(|o| o.loss_scaler);
-    let skipped = optim.as_ref().map_or(0, |o| o.skipped);
+    let Contents { meta, model, extra, ranks, is_last, .. } = contents;
+    let loss_scaler = optim.and_then(|optim| optim.scaler().state_dict());
+    let skipped = optim.map_or(0, OptimWrapper::skipped);
     let meta = Meta { loss_scaler, skipped, ..meta };
-    // Each file is encoded, written and freed before the next, and so are its tensors.
+    // The tensors of each file are freed before the next is written.
     let path = write(work_dir, name, meta, |add| {
-        add(MODEL, serialize(MODEL, &model)?)?;
+        add(MODEL, &mut |file| write_tensors(file, &[], &model))?;
         drop(model);
         if let Some(optim) = optim {
-            add(OPTIMIZER, optim.optimizer.to_safetensors()?)?;
+            add(OPTIMIZER, &mut |file| write_optimizer(file, optim.optimizer()))?;
         }
         for (name, tensors) in extra {
-            add(&format!("{name}.safetensors"), serialize(&name, &tensors)?)?;
+            let file = format!("{name}.safetensors");
+            add(&file, &mut |file| write_tensors(file, &[], &tensors))?;
         }
         let RankFiles { gradients, own, wrapper } = ranks;
         for (what, ranks) in [(GRADIENTS, gradients), (OWN, own), (WRAPPER, wrapper)] {
             let mut ranks = ranks.into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty());
-            ranks.try_for_each(|(rank, bytes)| add(&rank_file(what, rank), bytes))?;
+            ranks.try_for_each(|(rank, bytes)| {
+                add(&rank_file(what, rank), &mut |file| write_bytes(file, &bytes))
+            })?;
         }
         Ok(())
     })?;
@@ -250,8 +261,10 @@ pub fn save(work_dir: &Path, name: &str, contents: Contents) -> Result<PathBuf> 
     Ok(path)
 }
 
+/// Writes the content of a file.
+type WriteFile<'a> = dyn FnMut(&File) -> Result<Sum, BoxError> + 'a;
 /// Adds a file of this name and content to a checkpoint.
-type AddFile<'a> = dyn FnMut(&str, Vec<u8>) -> Result<()> + 'a;
+type AddFile<'a> = dyn FnMut(&str, &mut WriteFile<'_>) -> Result<()> + 'a;
 
 /// Writes a checkpoint of the files that `fill` adds, and a `state.json` that lists them.
 fn write(
@@ -262,11 +275,13 @@ fn write(
 ) -> Result<PathBuf> {
     write_dir(work_dir, name, |dir| {
         let mut files = Vec::new();
-        fill(&mut |name, bytes| {
-            files.push(file_meta(name, &bytes));
-            write_synced(&dir.join(name), &bytes)
+        fill(&mut |name, write| {
+            let Sum { bytes, crc32 } = write_new(&dir.join(name), write)?;
+            files.push(FileMeta { name: name.to_owned(), bytes: bytes as usize, crc32 });
+            Ok(())
         })?;
-        write_synced(&dir.join(STATE), &state_file(&Meta { format: FORMAT, files, ..meta })?)
+        let state = state_file(&Meta { format: FORMAT, files, ..meta })?;
+        write_new(&dir.join(STATE), |file| write_bytes(file, &state)).map(drop)
     })
 }
 
@@ -562,8 +577,13 @@ pub fn publish(work_dir: &Path, name: &str, keys: &[String]) -> Result<PathBuf> 
     let lora = meta.lora.clone();
     let meta = if has("state") { meta } else { Meta { lora, ..Meta::default() } };
     write(work_dir, &published, Meta { loss_scaler, export: true, ..meta }, |add| {
-        has("model").then(|| add(MODEL, model)).transpose()?;
-        optimizer.map(|bytes| add(OPTIMIZER, bytes)).transpose().map(drop)
+        if has("model") {
+            add(MODEL, &mut |file| write_bytes(file, &model))?;
+        }
+        match optimizer {
+            Some(bytes) => add(OPTIMIZER, &mut |file| write_bytes(file, &bytes)),
+            None => Ok(()),
+        }
     })
 }
 
@@ -575,7 +595,7 @@ fn rank_file(what: &str, rank: usize) -> String {
 #[cfg(test)]
 mod tests {
     use collective::reducer::ReducerOptions;
-    use fused_optim::{Optimizer, Sgd, SgdHyper, Slice, SliceMut};
+    use fused_optim::{Sgd, SgdHyper, Slice, SliceMut};
     use half::{bf16, f16};
 
     use super::files::check_seal;
@@ -622,9 +642,16 @@ mod tests {
         all
     }
 
-    fn contents(gradients: Vec<Vec<u8>>) -> Contents {
+    fn optim() -> OptimWrapper {
         let sgd = Sgd::with_one_group(SgdHyper { lr: 0.1, ..SgdHyper::default() }, 3).unwrap();
         let scaler = ::amp::LossScaler::new(::amp::LossScalerOptions::default()).unwrap();
+        let mut optim = OptimWrapper::new(Box::new(sgd), 1).with_mixed_precision(scaler);
+        let state = OptimWrapperState { skipped: 2, ..optim.state_dict().unwrap() };
+        optim.load_state_dict(&state).unwrap();
+        optim
+    }
+
+    fn contents(gradients: Vec<Vec<u8>>) -> Contents {
         let position = Position {
             epoch: 1,
             iter: 17,
@@ -645,11 +672,6 @@ mod tests {
         Contents {
             meta,
             model: Vec::new(),
-            optim: Some(OptimWrapperState {
-                optimizer: sgd.state_dict().unwrap(),
-                loss_scaler: scaler.state_dict(),
-                skipped: 2,
-            }),
             extra: vec![("more".into(), vec![Tensor::f32("x".into(), vec![2], &[1.0, -2.5])])],
             own: Vec::new(),
             ranks: RankFiles {
@@ -667,7 +689,14 @@ mod tests {
         engine: &mut FakeEngine,
         contents: Contents,
     ) -> Result<PathBuf> {
-        super::save(dir, name, Contents { model: model_tensors(engine)?, ..contents })
+        let contents = Contents { model: model_tensors(engine)?, ..contents };
+        super::save(dir, name, contents, Some(&optim()))
+    }
+
+    /// Without an optimizer.
+    fn save_weights(dir: &Path, name: &str, engine: &mut FakeEngine, contents: Contents) {
+        let contents = Contents { model: model_tensors(engine).unwrap(), ..contents };
+        super::save(dir, name, contents, None).unwrap();
     }
 
     fn reason(result: Result<impl Sized>) -> String {
@@ -684,8 +713,9 @@ mod tests {
         assert_eq!(loaded.meta.position, saved.meta.position);
         assert_eq!((loaded.meta.world_size, loaded.meta.seed), (2, u64::MAX));
         assert_eq!((loaded.meta.config.as_str(), &loaded.meta.hooks["H"]), ("x = 1", &7.into()));
-        let optim = loaded.optim.as_ref().unwrap();
-        assert_eq!((optim.loss_scaler, optim.skipped), (saved.optim.unwrap().loss_scaler, 2));
+        let (optim, saved_optim) = (loaded.optim.as_ref().unwrap(), optim().state_dict().unwrap());
+        assert_eq!((optim.loss_scaler, optim.skipped), (saved_optim.loss_scaler, 2));
+        assert_eq!(optim.optimizer, saved_optim.optimizer);
         assert_eq!(loaded.extra("more").unwrap().unwrap(), saved.extra[0].1);
         assert_eq!(loaded.extra("less").unwrap(), None);
         assert_eq!(loaded.meta.random, saved.meta.random);
@@ -927,8 +957,8 @@ mod tests {
         fs::rename(&path, &old).unwrap();
         assert_eq!(find_last(dir.path()), Some(old.clone()));
         // A checkpoint of weights only cannot be resumed from.
-        let weights = Contents { optim: None, is_last: false, ..contents(Vec::new()) };
-        save(dir.path(), "best", &mut engine(), weights).unwrap();
+        let weights = Contents { is_last: false, ..contents(Vec::new()) };
+        save_weights(dir.path(), "best", &mut engine(), weights);
         assert_eq!(find_last(dir.path()), Some(old.clone()));
         fs::remove_dir_all(old).unwrap();
         let error = newest(dir.path()).unwrap_err();
@@ -948,9 +978,9 @@ mod tests {
             let weights = vec![dir.path().join("best")];
             assert_eq!(newest(dir.path()).unwrap(), Found { weights, ..Found::default() });
         }
-        let mut export = Contents { optim: None, is_last: false, ..contents(Vec::new()) };
+        let mut export = Contents { is_last: false, ..contents(Vec::new()) };
         export.meta.export = true;
-        save(dir.path(), "best", &mut engine(), export).unwrap();
+        save_weights(dir.path(), "best", &mut engine(), export);
         let exports = vec![dir.path().join("best")];
         assert_eq!(newest(dir.path()).unwrap(), Found { exports, ..Found::default() });
     }
@@ -1005,9 +1035,9 @@ mod tests {
             assert!(said.contains("load_from = "), "{said}");
         }
         // An exported model is none to resume from.
-        let mut export = Contents { optim: None, is_last: false, ..contents(Vec::new()) };
+        let mut export = Contents { is_last: false, ..contents(Vec::new()) };
         export.meta.export = true;
-        save(dir.path(), "best", &mut engine(), export).unwrap();
+        save_weights(dir.path(), "best", &mut engine(), export);
         let best = dir.path().join("best").join(STATE);
         let other = fs::read_to_string(&best).unwrap().replace("\"format\": 3", "\"format\": 2");
         fs::write(&best, other).unwrap();

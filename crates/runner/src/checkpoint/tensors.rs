@@ -1,10 +1,16 @@
 //! `Tensor`: a tensor of a checkpoint: name, shape, type, little-endian elements.
 
-use fused_optim::{DType, Slice, SliceMut};
+use std::cmp::Reverse;
+use std::fs::File;
+
+use fused_optim::{DType, Optimizer, Slice, SliceMut};
 use half::vec::HalfFloatVecExt;
 use half::{bf16, f16};
 use safetensors::tensor::{self, SafeTensors, TensorView};
+use train_step::BoxError;
+use train_step::checkpoint::{Entry, Writer, Written};
 
+use super::files::Sum;
 use crate::Result;
 use crate::engine::{Engine, HostTensor, TensorSpec, round_into};
 
@@ -131,6 +137,53 @@ pub(super) fn serialize(what: &str, tensors: &[Tensor]) -> Result<Vec<u8>> {
     });
     let views = views.collect::<std::result::Result<Vec<_>, _>>();
     views.and_then(|views| safetensors::serialize(views, None)).map_err(|e| super::failed(what, e))
+}
+
+/// Writes tensors as safetensors with this metadata, in the order of [`serialize`].
+pub(super) fn write_tensors(
+    file: &File,
+    metadata: &[(&str, &str)],
+    tensors: &[Tensor],
+) -> Result<Sum, BoxError> {
+    let mut all: Vec<_> = tensors.iter().collect();
+    // The widest types first, so that all data are aligned.
+    let key = |tensor: &Tensor| (Reverse(dtype(tensor.spec.dtype)), tensor.spec.name.clone());
+    all.sort_by_cached_key(|tensor| key(tensor));
+    let entry =
+        |Tensor { spec, .. }: &&Tensor| (spec.name.clone(), dtype(spec.dtype), spec.shape.clone());
+    let mut writer = Writer::new(file, metadata, all.iter().map(entry).collect())?;
+    all.iter().try_for_each(|tensor| writer.bytes(&tensor.bytes))?;
+    finish(writer)
+}
+
+/// Writes an optimizer's state as `StateDict::to_safetensors` encodes it, without a copy of it.
+pub(super) fn write_optimizer(file: &File, optimizer: &dyn Optimizer) -> Result<Sum, BoxError> {
+    let layout = optimizer.state_layout()?;
+    let (key, text) = layout.metadata()?;
+    let step = |index| (format!("state.{index}.step"), tensor::Dtype::I64, Vec::new());
+    let mut entries: Vec<Entry> = layout.state.keys().map(step).collect();
+    for (index, state) in &layout.state {
+        let vector = |(name, len): (&String, &usize)| {
+            (format!("state.{index}.{name}"), tensor::Dtype::F32, vec![*len])
+        };
+        entries.extend(state.tensors.iter().map(vector));
+    }
+    let mut writer = Writer::new(file, &[(key, &text)], entries)?;
+    for state in layout.state.values() {
+        writer.values(&[i64::try_from(state.step)?])?;
+    }
+    let written = optimizer.visit_state(&mut |_, _, values| writer.values(values));
+    written.map_err(|error| match error {
+        // The file's own error.
+        fused_optim::Error::Format { source, .. } => source,
+        error => error.into(),
+    })?;
+    finish(writer)
+}
+
+fn finish(writer: Writer<'_>) -> Result<Sum, BoxError> {
+    let Written { len, crc32, .. } = writer.finish()?;
+    Ok(Sum { bytes: len, crc32 })
 }
 
 /// Decodes safetensors; the error text is the reason.

@@ -26,7 +26,8 @@ impl Runner {
         let contents = self.or_abort(contents)?;
         self.on_rank_0(|runner| {
             runner.renew_lock()?;
-            let path = checkpoint::save(runner.output.work_dir(), &save.name, contents)?;
+            let optim = save.optimizer.then_some(&runner.optim);
+            let path = checkpoint::save(runner.output.work_dir(), &save.name, contents, optim)?;
             runner.remove_checkpoints(&[checkpoint::aside(&path)]);
             Ok(())
         })
@@ -77,7 +78,7 @@ impl Runner {
         Ok(contents)
     }
 
-    /// Adds everything that a run resumes from, except model, position and schedulers.
+    /// Adds everything that a run resumes from, except model, optimizer, position and schedulers.
     fn add_resumable(&self, contents: &mut Contents, position: &Position) -> Result<()> {
         let Contents { meta, ranks, own, model, .. } = contents;
         ranks.gradients =
@@ -110,9 +111,6 @@ impl Runner {
         }
         for (_, hook) in &self.hooks {
             meta.hooks.extend(hook.state_dict().map(|state| (hook.name().to_owned(), state)));
-        }
-        if self.group.rank() == 0 {
-            contents.optim = Some(self.optim.state_dict()?);
         }
         Ok(())
     }

@@ -157,10 +157,9 @@ fn candle_program_goes_on_with_weights_and_optimizer_of_runner() {
     let contents = Contents {
         meta: Meta::default(),
         model: model_tensors(&mut run.engine).unwrap(),
-        optim: Some(run.optim.state_dict().unwrap()),
         ..Contents::default()
     };
-    let saved = checkpoint::save(directory.path(), "iter_3", contents).unwrap();
+    let saved = checkpoint::save(directory.path(), "iter_3", contents, Some(&run.optim)).unwrap();
 
     let mut own = Own::new();
     own.vars.load(saved.join("model.safetensors")).unwrap();

@@ -79,20 +79,27 @@ pub type Entry = (String, Dtype, Vec<usize>);
 #[expect(missing_debug_implementations, reason = "a hasher and buffers")]
 pub struct Writer<'a> {
     file: BufWriter<&'a File>,
+    /// The bytes before the data, with zeros as the checksum's digits.
+    header: Vec<u8>,
+    /// Checksum of the data.
     crc: Hasher,
-    /// Number of bytes written, and of those that the header tells.
+    /// Number of bytes of data written, and of those that the header tells.
     len: u64,
     end: u64,
     piece: Vec<u8>,
 }
 
 impl<'a> Writer<'a> {
-    /// Writes the header.
+    /// Writes the header, with these keys and texts in its metadata after the checksum.
     ///
     /// # Errors
     ///
     /// Those of the file; names that are too long for a header.
-    pub fn new(file: &'a File, entries: Vec<Entry>) -> Result<Self, BoxError> {
+    pub fn new(
+        file: &'a File,
+        metadata: &[(&str, &str)],
+        entries: Vec<Entry>,
+    ) -> Result<Self, BoxError> {
         let mut end = 0;
         let infos = entries.into_iter().map(|(name, dtype, shape)| {
             let start = end;
@@ -100,18 +107,24 @@ impl<'a> Writer<'a> {
             (name, TensorInfo { dtype, shape, data_offsets: (start, end) })
         });
         let checksum = HashMap::from([("crc32".to_owned(), NO_DIGITS.to_owned())]);
-        let header = Metadata::new(Some(checksum), infos.collect())?;
-        let mut header = serde_json::to_vec(&header)?;
+        let json = serde_json::to_vec(&Metadata::new(Some(checksum), infos.collect())?)?;
+        // Inserted as text: a map would not keep the checksum first.
+        let (first, rest) = json.split_at(DIGITS.end + 1 - 8);
+        let mut header = [&[0; 8], first].concat();
+        for (key, text) in metadata {
+            write!(header, ",{}:{}", serde_json::to_string(key)?, serde_json::to_string(text)?)?;
+        }
+        header.extend_from_slice(rest);
         header.resize(header.len().next_multiple_of(8), b' ');
-        if header.len() as u64 > MAX_HEADER {
+        let count = header.len() as u64 - 8;
+        if count > MAX_HEADER {
             return Err("the names of the variables are too long for a safetensors header".into());
         }
-        let file = BufWriter::with_capacity(PIECE, file);
-        let end = 8 + header.len() as u64 + end as u64;
-        let mut writer = Self { file, crc: Hasher::new(), len: 0, end, piece: Vec::new() };
-        writer.bytes(&(header.len() as u64).to_le_bytes())?;
-        writer.bytes(&header)?;
-        Ok(writer)
+        header[..8].copy_from_slice(&count.to_le_bytes());
+        let mut file = BufWriter::with_capacity(PIECE, file);
+        file.write_all(&header)?;
+        let (crc, piece) = (Hasher::new(), Vec::new());
+        Ok(Self { file, header, crc, len: 0, end: end as u64, piece })
     }
 
     /// Writes bytes of an entry.
@@ -146,19 +159,39 @@ impl<'a> Writer<'a> {
     /// # Errors
     ///
     /// Those of the file.
-    pub fn finish(self) -> io::Result<Id> {
+    pub fn finish(mut self) -> io::Result<Written> {
         if self.len != self.end {
             let (len, end) = (self.len, self.end);
             let text = format!("{len} bytes were written, and the tensors' shapes tell {end}");
             return Err(io::Error::other(text));
         }
-        let digits = format!("{:08x}", self.crc.finalize());
+        let crc_of = |header: &[u8]| {
+            let mut all = Hasher::new();
+            all.update(header);
+            all.combine(&self.crc);
+            all.finalize()
+        };
+        let digits = format!("{:08x}", crc_of(&self.header));
+        self.header[DIGITS].copy_from_slice(digits.as_bytes());
+        let crc32 = crc_of(&self.header);
         let file = self.file.into_inner().map_err(IntoInnerError::into_error)?;
         file.write_all_at(digits.as_bytes(), DIGITS.start as u64)?;
         file.sync_all()?;
         let crc = digits.as_bytes().try_into().map_err(io::Error::other)?;
-        Ok(Id { len: self.len, crc })
+        let len = self.header.len() as u64 + self.len;
+        Ok(Written { id: Id { len, crc }, len, crc32 })
     }
+}
+
+/// A complete file.
+#[derive(Clone, Copy, Debug)]
+pub struct Written {
+    /// Identifies the content.
+    pub id: Id,
+    /// Number of bytes.
+    pub len: u64,
+    /// CRC-32 of all bytes, those of the checksum in the header included.
+    pub crc32: u32,
 }
 
 /// A verified file.
@@ -367,10 +400,15 @@ mod tests {
             ("values".to_owned(), Dtype::F32, vec![values.len()]),
             ("bytes".to_owned(), Dtype::U8, vec![3]),
         ];
-        let mut writer = Writer::new(&file, entries).unwrap();
+        let mut writer = Writer::new(&file, &[("key", "a \"text\"")], entries).unwrap();
         writer.values(values).unwrap();
         writer.bytes(b"abc").unwrap();
-        writer.finish().unwrap()
+        let written = writer.finish().unwrap();
+        let bytes = fs::read(path).unwrap();
+        assert_eq!((written.len, written.crc32), (bytes.len() as u64, crc32fast::hash(&bytes)));
+        let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        assert_eq!(header.metadata().as_ref().unwrap()["key"], "a \"text\"");
+        written.id
     }
 
     #[test]

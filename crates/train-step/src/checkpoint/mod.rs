@@ -6,7 +6,7 @@ mod place;
 use fused_optim::{DType, Optimizer, Slice, SliceMut};
 use safetensors::Dtype;
 
-pub use self::file::{Entry, Id, Number, Reader, Writer};
+pub use self::file::{Entry, Id, Number, Reader, Writer, Written};
 pub use self::place::Places;
 use crate::{BoxError, HostTensor, Model, TensorSpec};
 

@@ -450,7 +450,9 @@ pub fn optimizer_state(path: impl AsRef<Path>) -> Result<StateDict> {
             return Ok(StateDict::from_safetensors(&std::fs::read(path)?)?);
         };
         let names = names_of(&file);
-        let progress = file.bytes(&names.trainer())?.ok_or(NOT_OURS)?;
+        let Some(progress) = file.bytes(&names.trainer())? else {
+            return Ok(StateDict::from_safetensors(&std::fs::read(path)?)?);
+        };
         let progress: Progress = serde_json::from_slice(&progress)?;
         let Some(layout) = progress.optimizer else {
             let bytes = file.bytes(&names.whole_optimizer())?.ok_or(NOT_OURS)?;

@@ -263,14 +263,14 @@ fn write<S: Stored + ?Sized>(
     let header = WIDTHS.iter().flat_map(|bits| entries.iter().flat_map(|of| of.of_width(*bits)));
     let mut header: Vec<Entry> = header.cloned().collect();
     header.extend(bytes.iter().map(|(name, all)| (name.clone(), Dtype::U8, vec![all.len()])));
-    let mut writer = Writer::new(new, header)?;
+    let mut writer = Writer::new(new, &[], header)?;
     for bits in WIDTHS {
         for (saved, entries) in all.iter_mut().zip(&entries) {
             write_width(saved, entries, &mut writer, bits)?;
         }
     }
     bytes.iter().try_for_each(|(_, bytes)| writer.bytes(bytes))?;
-    Ok(writer.finish()?)
+    Ok(writer.finish()?.id)
 }
 
 /// Writes the entries of a trainer that have this width.

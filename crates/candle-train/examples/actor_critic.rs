@@ -67,7 +67,7 @@ fn follow(vars: &VarMap, share: f64) -> Result<()> {
 /// State before, force, reward, state after.
 type Experience = ([f32; 2], f32, f32, [f32; 2]);
 
-/// What a checkpoint has beside the nets.
+/// Values of a checkpoint beside the nets.
 #[derive(Default, Serialize, Deserialize)]
 struct Replay(VecDeque<Experience>);
 

@@ -52,7 +52,7 @@ impl Trainer {
     ///
     /// use candle_train::train_data::{Array, BoxError, DataLoader, Dataset, Sample};
     /// use candle_train::train_data::{SampleRng, Workers};
-    /// use candle_train::{AdamWHyper, Trainer, tensor};
+    /// use candle_train::{AdamWHyper, Trainer};
     ///
     /// struct Points;
     ///
@@ -83,8 +83,9 @@ impl Trainer {
     /// for epoch in loader.position().epoch()..3 {
     ///     for batch in train.batches_of(&loader, epoch)? {
     ///         let batch = batch?;
-    ///         let (x, y) = (tensor(batch.get("x")?, &device)?, tensor(batch.get("y")?, &device)?);
-    ///         train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
+    ///         train.step_on(&batch, |fields| {
+    ///             cross_entropy(&net.forward(fields.get("x")?)?, fields.get("y")?)
+    ///         })?;
     ///         if train.steps() % 5 == 0 {
     ///             train.save_with(&path, epoch, &loader.position())?;
     ///         }

@@ -1,6 +1,7 @@
 //! [`TrainerBuilder`]: builds a [`Trainer`] from options, the process group, and an optimizer on
 //! the variables' device.
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,10 +21,11 @@ use train_step::{CompileOptions, Multipliers, Paramwise, RunLength, SchedulerCon
 
 use crate::backward::ParamIndex;
 use crate::compile::Compiled;
+use crate::inputs::Inputs;
 use crate::tensors::{ModelTensors, check_group};
 use crate::trainer::Trainer;
 use crate::variables::{Statistics, Variables};
-use crate::{Error, Result, process};
+use crate::{Error, Result, cuda_device, process};
 
 /// Options of a [`Trainer`].
 #[must_use = "nothing is made before `build`"]
@@ -155,11 +157,13 @@ impl TrainerBuilder {
     /// Optimizes steps, as `torch.compile` and `runner`'s `compile` do: on the CPU convolutions are
     /// timed at the first use of each shape, and the fastest way is kept; on a GPU, whose kernels
     /// are fused in any case, [`MaxAutotuneNoCudagraphs`](CompileMode::MaxAutotuneNoCudagraphs)
-    /// times cuDNN's convolutions and the optimizer's launches. Results may differ in their last
-    /// bits; a resumed run keeps its choices. [`Trainer::compile_report`] lists what was done.
+    /// times cuDNN's convolutions and the optimizer's launches, [`ReduceOverhead`] runs steps of
+    /// [`step_on`](Trainer::step_on) as CUDA graphs, and [`MaxAutotune`] does both. Results of
+    /// tuning may differ in their last bits; a resumed run keeps its choices.
+    /// [`Trainer::compile_report`] lists what was done.
     ///
-    /// Steps are not captured as CUDA graphs, which `runner` does: a graph would keep the addresses
-    /// of the tensors that the closure of a step refers to.
+    /// [`ReduceOverhead`]: CompileMode::ReduceOverhead
+    /// [`MaxAutotune`]: CompileMode::MaxAutotune
     pub fn compile(mut self, options: CompileOptions) -> Self {
         self.compile = Some(options);
         self
@@ -295,17 +299,17 @@ impl TrainerBuilder {
         let seed = random_seed(self.seed, self.part.as_deref(), core.rank());
         let mut context = context(&device, seed, self.half)?;
         let parts = (&mut context, &mut core);
-        let compiled = self.compile.map(|options| Compiled::new(options, parts, &tensors));
+        let compiled =
+            self.compile.map(|options| Compiled::new(options, parts, (&tensors, &variables)));
         Ok(Trainer {
             compiled,
-            #[cfg(feature = "cuda")]
-            inputs: tensors.on_gpu().ok().cloned().map(crate::Inputs::new),
+            inputs: Inputs::new(&device, &tensors),
             index: ParamIndex::new(variables.params.iter().map(|(_, var)| var.id())),
             tensors,
             core,
             context,
             is_mixed: self.half.is_some() || self.has_scaler,
-            has_lowered: self.half.is_none(),
+            has_lowered: Cell::new(self.half.is_none()),
             map: self.vars,
             variables,
             device,
@@ -447,9 +451,10 @@ fn multiply(optimizer: &mut dyn Optimizer, group: usize, factors: Multipliers) -
     Ok(())
 }
 
-/// The device of this rank: with the feature `cuda` the GPU with the index of the local rank;
-/// otherwise the CPU. Call it before the first tensor is created: if several ranks share a machine,
-/// it limits candle's own operators to one thread (`RAYON_NUM_THREADS`, unless it is set).
+/// The device of this rank: with the feature `cuda` the GPU with the index of the local rank, as
+/// [`cuda_device`] opens it; otherwise the CPU. Call it before the first tensor is created: if
+/// several ranks share a machine, it limits candle's own operators to one thread
+/// (`RAYON_NUM_THREADS`, unless it is set).
 ///
 /// # Errors
 ///
@@ -460,9 +465,7 @@ pub fn device() -> Result<Device> {
     if !cfg!(feature = "cuda") {
         return Ok(Device::Cpu);
     }
-    // All threads share one stream: `new_cuda` would create one per call, without ordering between
-    // them.
-    Ok(Device::new_cuda_with_stream(topology.device(Accelerator::Cuda)?)?)
+    Ok(cuda_device(topology.device(Accelerator::Cuda)?)?)
 }
 
 fn topology() -> Result<Topology> {

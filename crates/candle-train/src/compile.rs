@@ -1,4 +1,4 @@
-//! `compile` for a trainer: autotuning, and its report.
+//! `compile` for a trainer: autotuning, steps as graphs, and its report.
 
 use candle_core::Device;
 use candle_ops::Context;
@@ -6,7 +6,10 @@ use fused_optim::Optimizer;
 use train_step::{CompileBackend, CompileMode, CompileOptions, CompileReport};
 
 use crate::tensors::ModelTensors;
+use crate::variables::Variables;
 use crate::{Error, Result};
+#[cfg(feature = "cuda")]
+use crate::{graph::Graphs, tensors::Tensors};
 
 /// Optimizations of a trainer's steps.
 #[derive(Debug)]
@@ -14,6 +17,9 @@ pub(crate) struct Compiled {
     options: CompileOptions,
     /// Result of autotuning the optimizer, or the reason for which it failed.
     tuned: Option<std::result::Result<String, String>>,
+    /// Steps as CUDA graphs, and the statistics of norm layers, which they change.
+    #[cfg(feature = "cuda")]
+    pub(crate) graphs: Option<(Graphs, Tensors)>,
 }
 
 impl Compiled {
@@ -21,11 +27,11 @@ impl Compiled {
     ///
     /// # Errors
     ///
-    /// `fullgraph`: steps are not captured as graphs.
+    /// `fullgraph` without graphs.
     pub(crate) fn check(options: &CompileOptions, device: &Device) -> Result<()> {
-        if options.fullgraph && !device.is_cpu() {
-            let text = "compile: `fullgraph` is not supported, because a trainer does not capture steps as graphs: \
-                        remove it";
+        if options.fullgraph && !device.is_cpu() && !options.graphs() {
+            let text = "compile: `fullgraph` needs mode `reduce-overhead` or `max-autotune`, or backend `cudagraphs`: \
+                        set one of these, or remove `fullgraph`";
             return Err(Error::InvalidArgument(text.to_owned()));
         }
         Ok(())
@@ -35,14 +41,22 @@ impl Compiled {
     pub(crate) fn new(
         options: CompileOptions,
         (context, core): (&mut Context, &mut train_step::Trainer),
-        tensors: &ModelTensors,
+        (tensors, variables): (&ModelTensors, &Variables),
     ) -> Self {
+        #[cfg(not(feature = "cuda"))]
+        let _ = variables;
         let device = tensors.params.tensors[0].device();
         let searches = options.is_engines() && (device.is_cpu() || options.mode.searches());
         context.set_autotune(searches.then_some(options.search_rounds));
         let tunes = !device.is_cpu() && options.mode.searches();
         let tuned = tunes.then(|| tune(tensors, core.optimizer_mut()));
-        Self { options, tuned }
+        Self {
+            #[cfg(feature = "cuda")]
+            graphs: (options.graphs() && !device.is_cpu())
+                .then(|| (Graphs::new(options.fullgraph), variables.buffer_tensors())),
+            options,
+            tuned,
+        }
     }
 
     pub(crate) fn report(&self, context: &Context, device: &Device) -> CompileReport {
@@ -73,15 +87,19 @@ impl Compiled {
         if device.is_cpu() && options.mode != CompileMode::Default {
             report.decline(&format!("mode `{}`", options.mode.name()), "the CPU has no modes");
         }
-        if options.graphs() {
-            let why = match device.is_cpu() {
-                true => "the CPU has no kernel launches",
-                false => {
-                    "a graph would keep the addresses of the tensors that a step's closure refers to; \
-                          `runner` captures steps"
-                }
-            };
-            report.decline("steps as one graph", why);
+        #[cfg(feature = "cuda")]
+        if let Some((graphs, _)) = &self.graphs {
+            graphs.report(&mut report);
+            report.decline(
+                "graphs of `step` and `step_weighted`",
+                "use `step_on`, which gets its batch",
+            );
+        }
+        if options.graphs() && device.is_cpu() {
+            report.decline("steps as one graph", "the CPU has no kernel launches");
+        }
+        if options.fullgraph && device.is_cpu() {
+            report.decline("`fullgraph`", "there are no graphs on the CPU");
         }
         report
     }

@@ -11,7 +11,7 @@
 use std::any::Any;
 
 use candle_core::cuda_backend::CudaDType;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr, DriverError};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, DriverError};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, Storage, Tensor};
 use collective::ProcessGroup;
@@ -19,7 +19,7 @@ use collective::device::{DeviceBuf, DeviceStream};
 use collective::reducer::{BucketKernels, BucketPlan, DeviceReducer, ParamInfo, ReducerOptions};
 use fused_optim::candle::{lend_on_gpu, tensor};
 use fused_optim::cuda::LaunchShape;
-use fused_optim::cuda::{self, DeviceSlice, Gpu};
+use fused_optim::cuda::{self, DeviceSlice, Gpu, LateRead};
 use fused_optim::{Applied, DType, DeviceParam, DeviceParams, GradStats, Optimizer, Slice, Tuned};
 use half::{bf16, f16};
 use train_step::{
@@ -64,6 +64,27 @@ impl ModelTensors {
         // freed before this returns.
         let lent = unsafe { lend_on_gpu(gpu, &tensors, label, &grads, call) };
         Ok(lent.map_err(|e| failed("lending a tensor", e))??)
+    }
+}
+
+impl ModelTensors {
+    /// Copies a contiguous tensor of `f64` to the host, as bytes, once the GPU has computed it.
+    ///
+    /// # Errors
+    ///
+    /// Another type; an error of the device.
+    pub fn read_later(&self, values: &Tensor) -> candle_core::Result<LateRead> {
+        let gpu = self.on_gpu().map_err(candle_core::Error::wrap)?;
+        let (storage, layout) = values.storage_and_layout();
+        let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+        else {
+            candle_core::bail!("the tensor is on the host, or not contiguous")
+        };
+        let slice = storage.as_cuda_slice::<f64>()?.slice(start..end);
+        let (address, _guard) = slice.device_ptr(gpu.stream());
+        // SAFETY: candle frees the tensor in the order of this stream, after the copy. It is not
+        // overwritten before either: later steps and graph launches are ordered after the copy.
+        unsafe { gpu.read_later(address, 8 * (end - start)) }.map_err(candle_core::Error::wrap)
     }
 }
 

@@ -58,15 +58,21 @@ mod backward;
 mod batches;
 mod builder;
 mod compile;
+mod cuda_device;
 mod data;
 mod error;
 mod eval;
 #[cfg(feature = "cuda")]
 mod gpu;
 #[cfg(feature = "cuda")]
+pub mod graph;
 mod inputs;
 mod parts;
+mod pass;
+#[cfg(feature = "cuda")]
+mod pinned;
 pub mod process;
+mod step_on;
 mod stored;
 mod sums;
 mod tensors;
@@ -81,7 +87,8 @@ pub use builder::{IntoOptimizer, TrainerBuilder, device};
 pub use candle_ops::nn::seeded;
 pub use collective::reducer::ReducerOptions;
 pub use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
-pub use data::tensor;
+pub use cuda_device::cuda_device;
+pub use data::{Fields, tensor};
 pub use error::{Error, Result};
 pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
@@ -89,8 +96,7 @@ pub use fused_optim::{
 };
 #[cfg(feature = "cuda")]
 pub use gpu::tune_optimizer;
-#[cfg(feature = "cuda")]
-pub use inputs::{Inputs, bytes_of};
+pub use inputs::Inputs;
 pub use parts::Parts;
 pub use tensors::{ModelTensors, OnDevice, Tensors, report, set};
 pub use train_data::{self, DefaultSampler};

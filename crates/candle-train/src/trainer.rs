@@ -1,22 +1,23 @@
 //! [`Trainer`]: one call per batch.
 
+use std::cell::Cell;
 use std::fmt;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use candle_nn::VarMap;
 use candle_ops::Context;
 use collective::ProcessGroup;
 use fused_optim::Optimizer;
-use tracing::debug_span;
 use train_data::Array;
 use train_step::{CompileReport, Outcome, StepContext};
 
 #[cfg(doc)]
 use crate::Clip;
-use crate::age::check_age;
 use crate::backward::ParamIndex;
 use crate::compile::Compiled;
 use crate::eval::with_eval_weights;
+use crate::inputs::Inputs;
+use crate::pass::{Pass, Recorder};
 use crate::tensors::ModelTensors;
 use crate::variables::{Statistics, Variables, is_finite};
 use crate::{Error, Result};
@@ -45,12 +46,11 @@ pub struct Trainer {
     /// Whether steps with gradients that are not finite are skipped.
     pub(crate) is_mixed: bool,
     /// Whether an operator has run in half precision, or none has to.
-    pub(crate) has_lowered: bool,
+    pub(crate) has_lowered: Cell<bool>,
     pub(crate) statistics: Statistics,
     pub(crate) compiled: Option<Compiled>,
-    /// Copies to the variables' GPU.
-    #[cfg(feature = "cuda")]
-    pub(crate) inputs: Option<crate::Inputs>,
+    /// Copies to the variables' device.
+    pub(crate) inputs: Inputs,
     pub(crate) seed: u64,
 }
 
@@ -93,7 +93,8 @@ impl Trainer {
     /// by [`NonFinite`]), and on several GPUs after any error, all later calls fail, and
     /// other ranks may have taken the step.
     pub fn step(&mut self, forward: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Step> {
-        self.train(None, forward).map_err(|error| self.failed("step", error))
+        self.train(None, |pass, _, cx| pass.run_alone(forward, cx))
+            .map_err(|error| self.failed("step", error))
     }
 
     /// Like [`step`](Self::step), for a loss that is the mean of `count` tokens or samples: the
@@ -131,23 +132,33 @@ impl Trainer {
         count: usize,
         forward: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Step> {
-        let trained = self.train(Some(count), forward);
+        let trained = self.train(Some(count), |pass, _, cx| pass.run_alone(forward, cx));
         trained.map_err(|error| self.failed("step_weighted", error))
     }
 
-    fn train(
+    /// Trains on a batch, whose passes `run` runs.
+    pub(crate) fn train(
         &mut self,
         count: Option<usize>,
-        forward: impl FnOnce() -> candle_core::Result<Tensor>,
+        run: impl FnOnce(Pass<'_>, &ModelTensors, &mut StepContext<'_>) -> Result<Tensor>,
     ) -> Result<Step> {
         self.statistics.begin();
-        let checks = self.core.is_first_batch();
+        let (checks, counts) = (self.core.is_first_batch(), count != Some(0));
         let Self { map, variables, tensors, index, core, context, statistics, .. } = self;
-        let pass = Pass { map, variables, index, context, statistics, checks };
-        let has_lowered = &mut self.has_lowered;
-        let run = |_: &mut ModelTensors, cx: &mut StepContext<'_>| {
-            pass.run(has_lowered, count != Some(0), forward, cx)
+        let Self { inputs, has_lowered, .. } = self;
+        let recorder = Recorder { index, inputs, has_lowered };
+        let pass = Pass {
+            map,
+            variables,
+            recorder,
+            context,
+            statistics,
+            #[cfg(feature = "cuda")]
+            graphs: self.compiled.as_mut().and_then(|compiled| compiled.graphs.as_mut()),
+            checks,
+            counts,
         };
+        let run = |tensors: &mut ModelTensors, cx: &mut StepContext<'_>| run(pass, tensors, cx);
         let ended = match count {
             None => core.step(tensors, run),
             Some(count) => core.step_weighted(count, tensors, run),
@@ -287,11 +298,7 @@ impl Trainer {
     ///
     /// An error of the device; a type that candle does not have.
     pub fn tensor(&self, array: &Array) -> candle_core::Result<Tensor> {
-        #[cfg(feature = "cuda")]
-        if let (Some(inputs), Device::Cuda(device)) = (&self.inputs, &self.device) {
-            return inputs.tensor(array, device);
-        }
-        crate::tensor(array, &self.device)
+        self.inputs.tensor(array)
     }
 
     /// Returns the optimizations of [`compile`](crate::TrainerBuilder::compile) so far; `None`
@@ -333,62 +340,5 @@ impl fmt::Debug for Trainer {
             .field("loss_scale", &self.loss_scale())
             .field("steps", &self.steps())
             .finish_non_exhaustive()
-    }
-}
-
-/// The forward and the backward pass of a batch.
-struct Pass<'a> {
-    map: &'a VarMap,
-    variables: &'a Variables,
-    index: &'a ParamIndex,
-    context: &'a mut Context,
-    statistics: &'a mut Statistics,
-    /// Whether to check the map: once a step, as it looks up each variable.
-    checks: bool,
-}
-
-impl Pass<'_> {
-    /// Runs the passes, and reports gradients, unless the batch does not count.
-    fn run(
-        self,
-        has_lowered: &mut bool,
-        counts: bool,
-        forward: impl FnOnce() -> candle_core::Result<Tensor>,
-        cx: &StepContext<'_>,
-    ) -> Result<Tensor> {
-        let Self { map, variables, index, context, statistics, checks } = self;
-        statistics.copy(&variables.buffers)?;
-        if checks {
-            variables.check_map(map)?;
-        }
-        let begin = Tensor::zeros((), DType::U8, &Device::Cpu)?;
-        let forward = || (candle_ops::record(forward), candle_ops::lowered_operators());
-        let span = debug_span!(target: "candle_train", "forward");
-        let ((loss, tape), lowered) = span.in_scope(|| context.enter(forward));
-        let loss = loss?;
-        check_age(&loss, &tape, &begin)?;
-        if loss.elem_count() != 1 {
-            let shape = loss.dims();
-            let text =
-                format!("the loss has shape {shape:?}; expected one element, the batch's mean");
-            return Err(Error::InvalidArgument(text));
-        }
-        *has_lowered |= lowered > 0;
-        if !*has_lowered {
-            let text = "autocast is enabled, but no operator ran in half precision: candle-nn's own layers do not \
-                        support autocast; use those of `candle_ops`";
-            return Err(Error::InvalidArgument(text.to_owned()));
-        }
-        if !counts {
-            // The loss may be NaN, and so would be its gradients times 0, and statistics.
-            statistics.restore(&variables.buffers, |_| Ok(true))?;
-            return Ok(loss);
-        }
-        let gradient = Tensor::full(cx.loss_scale, loss.shape(), loss.device())?;
-        let gradient = gradient.to_dtype(loss.dtype())?;
-        let backward = || index.report((tape, &loss), gradient, cx.sink.clone());
-        let span = debug_span!(target: "candle_train", "backward");
-        span.in_scope(|| context.enter(backward))?;
-        Ok(loss)
     }
 }

@@ -92,6 +92,18 @@ impl Variables {
         ModelTensors::of_params(params)
     }
 
+    /// The statistics of norm layers.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn buffer_tensors(&self) -> Tensors {
+        let mut buffers = Tensors::default();
+        for (name, var) in &self.buffers {
+            let dtype = var.dtype().try_into().unwrap_or(fused_optim::DType::F32);
+            let spec = TensorSpec { name: name.clone(), shape: var.dims().to_vec(), dtype };
+            buffers.add(spec, var.as_detached_tensor());
+        }
+        buffers
+    }
+
     /// Returns an error for variables created after this trainer, which would be neither trained
     /// nor saved, and for variables that are no longer in the map.
     pub(crate) fn check_map(&self, map: &VarMap) -> Result<()> {

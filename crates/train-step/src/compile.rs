@@ -39,8 +39,8 @@ pub enum CompileMode {
     #[default]
     Default,
     /// In addition captures whole steps as one graph, on devices that support it: CUDA GPUs in
-    /// `runner`. A model's own operators that use a stream other than the
-    /// engine's must then order the two with events.
+    /// `runner` and by `step_on` of `candle-train`. A model's own operators that use a stream other
+    /// than the engine's must then order the two with events.
     ReduceOverhead,
     /// In addition autotunes kernels.
     MaxAutotune,

@@ -22,7 +22,7 @@ pub struct StepContext<'a> {
     pub sink: SharedSink,
     /// State of the engine that is saved in checkpoints.
     pub state: &'a mut EngineState,
-    /// The optimizer step that follows, if any.
+    /// The optimizer step that follows, if the caller offers it to the engine.
     pub step: Option<OptimizerStep<'a>>,
     /// Message for the log, set by the engine.
     pub note: Option<String>,

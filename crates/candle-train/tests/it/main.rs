@@ -18,6 +18,7 @@ mod recovery;
 mod refusals;
 mod resume;
 mod schedules;
+mod step_on;
 mod trace;
 mod weighted;
 

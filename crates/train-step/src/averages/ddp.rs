@@ -89,6 +89,12 @@ impl Inner {
         }
     }
 
+    /// Returns whether the gradients of the pass that begins go to the optimizer as they are.
+    fn passes_unchanged(&self) -> bool {
+        let is_empty = |index| self.gradient(index).is_none();
+        self.alone && (0..self.route.len()).all(is_empty)
+    }
+
     fn prepare(&mut self, cx: &mut StepContext<'_>) -> Result<()> {
         self.sync = cx.sync;
         if self.averages_there() {
@@ -97,8 +103,7 @@ impl Inner {
         }
         self.reducers.iter_mut().try_for_each(|reducer| reducer.prepare(cx.sync))?;
         if let Some(step) = &mut cx.step {
-            let is_empty = |index| self.gradient(index).is_none();
-            step.may_join_backward = self.alone && (0..self.route.len()).all(is_empty);
+            step.may_join_backward = self.passes_unchanged();
         }
         Ok(())
     }
@@ -121,6 +126,11 @@ impl Inner {
 }
 
 impl DistributedDataParallel {
+    /// Returns whether the gradients of the pass that begins go to the optimizer as they are.
+    pub(crate) fn passes_unchanged(&self) -> bool {
+        self.inner.lock().passes_unchanged()
+    }
+
     /// Creates the wrapper and joins the group. Every rank calls this with the same parameters in
     /// the same order.
     ///

@@ -363,17 +363,20 @@ impl OptimWrapper {
         })
     }
 
-    /// Steps the optimizer with the present gradients, times `factor` besides the loss scale's
-    /// inverse. Unlike after [`step`](Self::step), later calls are possible after an error.
+    /// Steps the optimizer with the present gradients, unless the step `ran` in the backward pass.
+    /// Unlike after [`step`](Self::step), later calls are possible after an error.
     pub(crate) fn apply(
         &mut self,
-        factor: f64,
+        (ctl, ran): (StepCtl, Option<Applied>),
         model: &mut dyn Model,
         wrapper: &mut dyn ModelWrapper,
     ) -> Result<Applied> {
         self.last = None;
-        let (ctl, scale) = (self.ctl(factor), self.loss_scale());
-        let applied = self.step_by(ctl, model, wrapper)?;
+        let scale = self.loss_scale();
+        let applied = match ran {
+            Some(applied) => self.stepped(applied, &ctl, model, wrapper).map(|()| applied)?,
+            None => self.step_by(ctl, model, wrapper)?,
+        };
         if self.loss_scale() != scale {
             wrapper.rescale(self.loss_scale() / scale);
         }
@@ -415,7 +418,9 @@ impl OptimWrapper {
         Ok(self.ctl(self.counts.step_factor(wrapper)?))
     }
 
-    fn ctl(&self, factor: f64) -> StepCtl {
+    /// Returns the options of a step with gradients times `factor` besides the loss scale's
+    /// inverse.
+    pub(crate) fn ctl(&self, factor: f64) -> StepCtl {
         let found_inf = if self.is_mixed { FoundInf::Check } else { FoundInf::Known(false) };
         let grad_scale = (f64::from(self.scaler.inv_scale()) * factor) as f32;
         StepCtl { grad_scale, found_inf, clip: self.clip }

@@ -14,7 +14,7 @@ use std::fmt::{self, Display};
 use std::sync::Arc;
 
 use collective::{ProcessGroup, ReduceOp};
-use fused_optim::{Applied, HyperParam, Optimizer, Slice};
+use fused_optim::{Applied, HyperParam, Optimizer, Slice, StepCtl};
 use parking_lot::Mutex;
 use tracing::debug_span;
 
@@ -27,8 +27,8 @@ pub use self::progress::is_reserved;
 pub use self::resume::optimizer_state;
 use crate::checkpoint::Places;
 use crate::{
-    Averages, BatchRole, DeviceTensor, EngineState, Error, GradSink, Model, OptimWrapper, Result,
-    Schedules, StepContext,
+    Averages, BatchRole, DeviceTensor, EngineState, Error, GradSink, Model, OptimWrapper,
+    OptimizerStep, Result, Schedules, StepContext,
 };
 
 /// Factor of the learning rates as a function of the number of steps taken.
@@ -204,14 +204,15 @@ impl Trainer {
         role
     }
 
-    /// Runs the forward and the backward pass of a batch, up to the end of the averaging.
+    /// Runs the forward and the backward pass of a batch, up to the end of the averaging. Also
+    /// returns the result of the optimizer step, if `run` has run it.
     fn pass<M: Model + ?Sized, L, E: From<Error>>(
         &mut self,
         mut model: &mut M,
         (call, count): (&'static str, f64),
         role: BatchRole,
         run: impl FnOnce(&mut M, &mut StepContext<'_>) -> Result<L, E>,
-    ) -> Result<L, E> {
+    ) -> Result<(L, Option<Applied>), E> {
         self.averages.prepare(&mut model, role.steps)?;
         self.check_whole()?;
         if self.open.call != Some(call) {
@@ -219,22 +220,31 @@ impl Trainer {
             return Err(Error::InvalidArgument(text.to_owned()).into());
         }
         let factor = f64::from(self.optim.loss_scale()) / role.divisor * (count / self.open.unit);
-        let counts = count > 0.0;
+        let (counts, autocast) = (count > 0.0, self.optim.autocast());
         let sink = if counts { self.averages.sink() } else { Arc::new(Mutex::new(NoGradients)) };
+        let joins = role.steps && counts && !self.on_host;
+        let joins = joins && self.averages.gradients().passes_unchanged();
+        if joins {
+            self.schedule_rates()?;
+        }
+        let ctl = self.step_ctl(role.divisor, self.open.count + count);
+        let step = OptimizerStep::new(self.optim.optimizer_mut(), ctl);
         let mut cx = StepContext {
             loss_scale: if counts { factor as f32 } else { 1.0 },
-            autocast: self.optim.autocast(),
+            autocast,
             sync: role.steps,
+            step: joins.then_some(OptimizerStep { may_join_backward: true, ..step }),
             ..StepContext::new(sink, &mut self.state)
         };
         self.buffers.keep(&mut model)?;
         let loss = run(model, &mut cx)?;
+        let ran = cx.step.and_then(|step| step.applied);
         match counts {
             true => self.averages.check()?,
             // They may be NaN, as the loss may.
             false => self.buffers.restore(&mut model)?,
         }
-        Ok(loss)
+        Ok((loss, ran))
     }
 
     /// Ends a batch, and runs the optimizer step if it is due. After an error the gradients of the
@@ -244,12 +254,12 @@ impl Trainer {
         model: &mut dyn Model,
         count: f64,
         role: BatchRole,
-        own: Result<L, E>,
+        own: Result<(L, Option<Applied>), E>,
     ) -> Result<(L, Option<Applied>), E> {
         // A schedule may return a rate that is refused, on this rank alone.
-        let own = own.and_then(|loss| match role.steps {
-            true => self.schedule_rates().map(|()| loss).map_err(E::from),
-            false => Ok(loss),
+        let own = own.and_then(|own| match role.steps && own.1.is_none() {
+            true => self.schedule_rates().map(|()| own).map_err(E::from),
+            false => Ok(own),
         });
         match &own {
             Ok(_) => {
@@ -267,21 +277,24 @@ impl Trainer {
             Err(_) => {}
         }
         let has_gradients = own.is_ok() && count > 0.0;
-        let ended = self.end_pass(model, role, own.is_ok(), has_gradients);
+        let ran = own.as_ref().ok().map(|(_, ran)| *ran);
+        let ended = self.end_pass(model, role, ran, has_gradients);
         if role.steps {
             self.drop_gradients();
             self.open = OpenStep::default();
         } else if own.is_err() || ended.is_err() {
             self.drop_gradients();
         }
-        own.and_then(|loss| Ok((loss, ended?)))
+        own.and_then(|(loss, _)| Ok((loss, ended?)))
     }
 
+    /// Ends the averages of a batch, and runs the optimizer step if it is due. `own` is `None`
+    /// after an error, and otherwise has the result of a step that the backward pass has run.
     fn end_pass(
         &mut self,
         model: &mut dyn Model,
         role: BatchRole,
-        is_ok: bool,
+        own: Option<Option<Applied>>,
         has_gradients: bool,
     ) -> Result<Option<Applied>> {
         if role.steps && !has_gradients {
@@ -291,11 +304,12 @@ impl Trainer {
         let finished = self.averages.finish(model);
         self.or_abort(finished)?;
         let tells = self.world_size() > 1 && self.compares(self.open.call.unwrap_or("step"));
-        if !role.steps || (!is_ok && !tells) {
+        if !role.steps || (own.is_none() && !tells) {
             return Ok(None);
         }
         let total = self.agree(role.divisor)?;
-        match self.update(model, role.divisor, total) {
+        let ctl = self.step_ctl(role.divisor, total);
+        match self.update(model, ctl, own.flatten()) {
             // All ranks have it.
             Err(error @ Error::NonFinite { .. }) => Err(error),
             updated => self.or_abort(updated).map(Some),
@@ -328,12 +342,21 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs the optimizer step on the averages of gradients that were divided by `divisor`, and of
-    /// counts with this sum over batches and ranks.
-    fn update(&mut self, model: &mut dyn Model, divisor: f64, total: f64) -> Result<Applied> {
+    /// Options of the optimizer step on the averages of gradients that were divided by `divisor`,
+    /// and of counts with this sum over batches and ranks.
+    fn step_ctl(&self, divisor: f64, total: f64) -> StepCtl {
         // 1, if all batches have the same count.
-        let factor = divisor * self.world_size() as f64 * self.open.unit / total;
-        let applied = self.optim.apply(factor, model, self.averages.gradients_mut())?;
+        self.optim.ctl(divisor * self.world_size() as f64 * self.open.unit / total)
+    }
+
+    /// Runs the optimizer step, unless it `ran` in the backward pass.
+    fn update(
+        &mut self,
+        model: &mut dyn Model,
+        ctl: StepCtl,
+        ran: Option<Applied>,
+    ) -> Result<Applied> {
+        let applied = self.optim.apply((ctl, ran), model, self.averages.gradients_mut())?;
         self.steps += u64::from(applied != Applied::SkippedNonFinite);
         Ok(applied)
     }

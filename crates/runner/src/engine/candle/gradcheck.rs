@@ -43,7 +43,7 @@ use crate::{Error, Result as RunnerResult};
 
 /// State changed by a forward pass, as it was before the pass.
 pub(super) struct ForwardState {
-    pub(super) buffers: Vec<Tensor>,
+    buffers: Vec<Tensor>,
     random_position: u64,
 }
 
@@ -52,7 +52,7 @@ impl ForwardState {
         Ok(Self { buffers: engine.tensors.buffers.copies()?, random_position: random_position() })
     }
 
-    pub(super) fn restore(&self, engine: &CandleEngine) -> Result<()> {
+    fn restore(&self, engine: &CandleEngine) -> Result<()> {
         set_random_position(self.random_position);
         engine.tensors.buffers.set_all(&self.buffers)
     }

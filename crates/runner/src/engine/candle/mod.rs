@@ -32,7 +32,7 @@
 //! own operators or, under [`compile`](Engine::compile), kernels of our own. Gradients stay on the
 //! GPU if the sink supports it, and an optimizer of that GPU steps there (`cuda/mod.rs`);
 //! parameters are lent as copies. `compile` can capture forward and backward as one graph
-//! (`cuda/graph/mod.rs`).
+//! (`candle_train::graph`).
 //!
 //! Invariant: everything runs on the calling thread except the parallel parts of candle's
 //! operators, in rayon and in candle's own pool. `RAYON_NUM_THREADS` sets their size: 1 if several
@@ -53,9 +53,10 @@ use std::fmt;
 use amp::Autocast;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-use candle_train::ModelTensors;
+use candle_train::{Fields, Inputs, ModelTensors, cuda_device, tensor};
 use tracing::debug_span;
 
+use self::model::sending;
 pub use self::model::{CandleModel, Loss, Outputs, TensorBatch};
 use self::ops::{Context, Tape};
 use self::params::{Passes, Served};
@@ -145,6 +146,8 @@ pub struct CandleEngine {
     model: Box<dyn CandleModel>,
     tensors: ModelTensors,
     passes: Passes,
+    /// Copies of batches.
+    inputs: Inputs,
     device: Device,
     at: ComputeDevice,
     cuda: Option<cuda::Cuda>,
@@ -189,9 +192,7 @@ impl CandleEngine {
         let device = match at {
             ComputeDevice::Cpu => Device::Cpu,
             ComputeDevice::Cuda(index) => {
-                // One stream for all threads: `new_cuda` would give each thread its own stream,
-                // without order between them.
-                Device::new_cuda_with_stream(index).map_err(|e| Error::engine_during(at, e))?
+                cuda_device(index).map_err(|e| Error::engine_during(at, e))?
             }
         };
         let Served { model, mut tensors, passes } =
@@ -204,6 +205,7 @@ impl CandleEngine {
         let cuda = cuda::Cuda::open(&device, &mut tensors)?;
         Ok(Self {
             model: Box::new(model),
+            inputs: Inputs::new(&device, &tensors),
             tensors,
             passes,
             cuda,
@@ -254,13 +256,13 @@ impl CandleEngine {
         if step < 3 || step.is_multiple_of(CARRIED_INTERVAL) {
             self.check_carried(&tape, &loss, begin)?;
         }
-        let scalars = loss.scalars()?;
+        let (names, values) = loss.scalars()?;
         let kept = first.as_ref().map(|_| Vec::new());
         let scale = Tensor::full(cx.loss_scale, loss.value.shape(), &self.device);
         let span = debug_span!(target: "runner", "backward").entered();
         let gradients = self.passes.backward((tape, &loss.value), scale, Some(&cx.sink), kept)?;
         drop((span, loss));
-        let losses = self.losses(&scalars)?;
+        let losses = self.losses((&names, &values))?;
         if let Some(first) = first {
             let loss = losses.scalars()?[0].1;
             let is_checked = first.check_step(self, (batch, loss), &gradients, cx)?;
@@ -308,8 +310,8 @@ impl CandleEngine {
     }
 
     fn loss(&self, batch: &Batch) -> Result<Loss> {
-        let sent = self.send(batch)?;
-        cuda::with_numbers(&sent, batch, || self.forward(&TensorBatch::of(&sent, self.dtype)?))
+        let sent = self.inputs.fields(batch).map_err(sending)?;
+        sent.with_known(batch, || self.forward(&TensorBatch::of(&sent, self.dtype)?))
     }
 
     /// Computes the loss, under autocast if enabled.
@@ -464,7 +466,8 @@ impl Engine for CandleEngine {
 
     fn eval(&mut self, batch: &Batch) -> Result<Vec<(String, Array)>> {
         let count = batch.len();
-        let batch = TensorBatch::of(&model::send(batch, &self.device)?, self.dtype)?;
+        let sent = Fields::of(batch, |array| tensor(array, &self.device));
+        let batch = TensorBatch::of(&sent.map_err(sending)?, self.dtype)?;
         let Self { model, context, .. } = self;
         let outputs = context.evaluate(|| model.predict(&batch));
         let outputs = outputs.map_err(|e| Error::engine_during("forward", e))?;

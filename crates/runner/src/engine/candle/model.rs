@@ -1,7 +1,7 @@
 //! The interface of a candle model: `CandleModel`, with named tensors as input and output.
 
-use candle_core::{DType, Device, Result, Tensor};
-use candle_train::tensor;
+use candle_core::{DType, Result, Tensor};
+use candle_train::Fields;
 
 use super::to_array;
 use crate::data::{Array, Batch};
@@ -75,26 +75,24 @@ impl CandleModel for Box<dyn CandleModel> {
 /// unchanged, masks are `u8`.
 #[derive(Debug)]
 pub struct TensorBatch {
-    fields: Vec<(String, Tensor)>,
+    fields: Fields,
     dtype: DType,
 }
 
 impl TensorBatch {
     /// Creates a batch from tensors on the device.
-    pub(super) fn of(sent: &[(String, Tensor)], dtype: DType) -> RunnerResult<Self> {
+    pub(super) fn of(sent: &Fields, dtype: DType) -> RunnerResult<Self> {
         let cast = |tensor: &Tensor| match tensor.dtype().is_float() {
             true => tensor.to_dtype(dtype),
             false => Ok(tensor.clone()),
         };
-        let fields = sent.iter().map(|(name, tensor)| Ok((name.clone(), cast(tensor)?)));
-        let fields = fields.collect::<Result<_>>().map_err(|e| Error::engine_during("batch", e))?;
-        Ok(Self { fields, dtype })
+        Ok(Self { fields: sent.map(cast).map_err(sending)?, dtype })
     }
 
     /// Returns the field called `name`, if there is one.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<&Tensor> {
-        self.fields.iter().find(|(n, _)| n == name).map(|(_, t)| t)
+        self.fields.find(name)
     }
 
     /// Returns the field called `name`.
@@ -103,10 +101,7 @@ impl TensorBatch {
     ///
     /// No such field; the error lists the fields.
     pub fn get(&self, name: &str) -> Result<&Tensor> {
-        self.find(name).ok_or_else(|| {
-            let have: Vec<_> = self.fields.iter().map(|(n, _)| n.as_str()).collect();
-            candle_core::Error::msg(format!("the batch has no field `{name}`; it has {have:?}"))
-        })
+        self.fields.get(name)
     }
 
     /// Returns the engine's type.
@@ -116,10 +111,9 @@ impl TensorBatch {
     }
 }
 
-/// Copies the fields of a batch to a device, in their own types.
-pub(super) fn send(batch: &Batch, device: &Device) -> RunnerResult<Vec<(String, Tensor)>> {
-    let fields = batch.iter().map(|(name, array)| Ok((name.to_owned(), tensor(array, device)?)));
-    fields.collect::<Result<_>>().map_err(|e| Error::engine_during("batch", e))
+/// An error of a batch's copy to the device.
+pub(super) fn sending(error: candle_core::Error) -> Error {
+    Error::engine_during("batch", error)
 }
 
 /// Result of a forward pass in training mode.
@@ -148,8 +142,8 @@ impl Loss {
         scalar_of(&self.value)?.to_scalar()
     }
 
-    /// Checks the loss; returns it and the other scalars.
-    pub(super) fn scalars(&self) -> RunnerResult<Scalars> {
+    /// Checks the loss; returns names and values of it and the other scalars, a tensor of `f64`.
+    pub(super) fn scalars(&self) -> RunnerResult<(Vec<String>, Tensor)> {
         let Self { value, .. } = self;
         let (shape, dtype) = (value.shape(), value.dtype());
         if value.elem_count() != 1 || dtype != DType::F32 {
@@ -173,25 +167,15 @@ impl Loss {
         let (names, values): (_, Vec<_>) =
             scalars.collect::<RunnerResult<Vec<_>>>()?.into_iter().unzip();
         let values = Tensor::cat(&values, 0).map_err(|e| Error::engine_during("scalars", e))?;
-        Ok(Scalars { names, values })
+        Ok((names, values))
     }
 }
 
-/// Scalars for the log, on the device that computed them.
-#[derive(Debug)]
-pub(super) struct Scalars {
-    pub(super) names: Vec<String>,
-    /// Tensor of `f64`.
-    pub(super) values: Tensor,
-}
-
-impl Scalars {
-    /// Copies the scalars to the host.
-    pub(super) fn read(&self) -> RunnerResult<Losses> {
-        let values = self.values.to_vec1::<f64>();
-        let values = values.map_err(|e| Error::engine_during("reading the losses", e))?;
-        Ok(Losses::new(self.names.iter().cloned().zip(values).collect()))
-    }
+/// Copies scalars for the log to the host.
+pub(super) fn read_losses(names: &[String], values: &Tensor) -> RunnerResult<Losses> {
+    let values = values.to_vec1::<f64>();
+    let values = values.map_err(|e| Error::engine_during("reading the losses", e))?;
+    Ok(Losses::new(names.iter().cloned().zip(values).collect()))
 }
 
 /// Named results of a forward pass in evaluation mode.

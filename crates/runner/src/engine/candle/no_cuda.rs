@@ -10,7 +10,7 @@ use candle_core::{Device, Tensor};
 use candle_train::ModelTensors;
 
 use super::CandleEngine;
-use super::model::{self, Scalars};
+use super::model::read_losses;
 use super::ops::AutotuneSummary;
 use super::ops::Context;
 use crate::Result;
@@ -39,11 +39,6 @@ impl Cuda {
     }
 }
 
-/// Returns the result of `call`.
-pub(super) fn with_numbers<R>(_: &[(String, Tensor)], _: &Batch, call: impl FnOnce() -> R) -> R {
-    call()
-}
-
 pub(super) const fn device(_: &mut CandleEngine) -> Option<&mut dyn DeviceEngine> {
     None
 }
@@ -57,11 +52,7 @@ impl CandleEngine {
         self.step(batch, cx)
     }
 
-    pub(super) fn send(&self, batch: &Batch) -> Result<Vec<(String, Tensor)>> {
-        model::send(batch, &self.device)
-    }
-
-    pub(super) fn losses(&self, scalars: &Scalars) -> Result<Losses> {
-        scalars.read()
+    pub(super) fn losses(&self, (names, values): (&[String], &Tensor)) -> Result<Losses> {
+        read_losses(names, values)
     }
 }

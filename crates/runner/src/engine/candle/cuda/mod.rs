@@ -1,35 +1,27 @@
-//! CUDA support of the engine: its GPU, kernels and graphs.
+//! CUDA support of the engine: its GPU, kernels and graphs ([`Graphs`]).
 //!
 //! All work, including the optimizer's kernels, runs in the one stream of the engine's candle
 //! device, and candle frees memory in the order of that stream: so no address is used before it is
 //! written or after it is freed. Large fields of batches use a separate stream, ordered by events
-//! ([`Inputs`]).
-
-#![expect(
-    unsafe_code,
-    reason = "lends tensors' addresses to an optimizer, and disables event tracking of cudarc"
-)]
-
-mod graph;
+//! ([`Inputs`]). A model that creates another stream must order it, too.
 
 use std::sync::Arc;
 
-use candle_core::cuda_backend::cudarc::driver::DevicePtr;
-use candle_core::{Device, Storage, Tensor};
-use candle_train::{Inputs, ModelTensors, tune_optimizer};
+use candle_core::{Device, Tensor};
+use candle_train::graph::{Computed, GraphModel, Graphs, Scalars};
+use candle_train::{Fields, Inputs, ModelTensors, tune_optimizer};
 use fused_optim::Optimizer;
 use fused_optim::cuda::{Gpu, LateRead};
 use parking_lot::Mutex;
+use train_step::BoxError;
 
-use self::graph::Graphs;
 use super::CandleEngine;
-use super::model::Scalars;
+use super::model::{TensorBatch, read_losses};
 use super::ops::AutotuneSummary;
 use super::ops::Context;
 use super::ops::cuda::{Kernels, NAMES};
-use super::ops::known_inputs::{IndexCheck, KnownInputs};
 use super::report::{EAGER, NOT_INDUCTOR};
-use crate::data::{Array, ArrayData, Batch};
+use crate::data::Batch;
 use crate::engine::{
     CompileBackend, CompileOptions, CompileReport, ComputeDevice, DeviceEngine, LateValues, Losses,
     StepContext,
@@ -41,8 +33,6 @@ use crate::{Error, Result};
 pub(super) struct Cuda {
     /// GPU with candle's stream.
     gpu: Gpu,
-    /// Copies of batches.
-    inputs: Inputs,
     /// Kernels that `compile` built to replace compositions, or the reason why not.
     kernels: Option<std::result::Result<Arc<Kernels>, candle_ops::Error>>,
     /// Whole steps as CUDA graphs, if `compile` asked for them.
@@ -56,21 +46,10 @@ impl Cuda {
     pub(super) fn open(device: &Device, tensors: &mut ModelTensors) -> Result<Option<Self>> {
         let Device::Cuda(device) = device else { return Ok(None) };
         let failed = |e| Error::engine_during("opening the GPU for an optimizer", e);
-        // SAFETY: events order streams. This context has one stream, candle's, in which everything
-        // is allocated, used and freed; the optimizer works in it, and averages and batches are
-        // ordered after and before it by events of their own. A model that creates another stream
-        // must order it, too.
-        unsafe { device.disable_event_tracking() };
         let gpu = Gpu::on(device.cuda_stream()).map_err(failed)?;
         gpu.keep_freed_memory().map_err(failed)?;
         tensors.set_gpu(gpu.clone());
-        Ok(Some(Self {
-            inputs: Inputs::new(gpu.clone()),
-            gpu,
-            kernels: None,
-            graphs: None,
-            tuned: None,
-        }))
+        Ok(Some(Self { gpu, kernels: None, graphs: None, tuned: None }))
     }
 
     /// Builds the kernels and graphs that `options` ask for.
@@ -138,59 +117,11 @@ impl Cuda {
     }
 }
 
-/// Runs `call`, a forward pass, with host copies of a batch's integer fields. Also returns the
-/// range checks of labels and indices that other batches must pass.
-fn checks_of<R>(
-    sent: &[(String, Tensor)],
-    batch: &Batch,
-    is_capture: bool,
-    call: impl FnOnce() -> R,
-) -> (R, Vec<IndexCheck>) {
-    let inputs = sent.iter().map(|(_, tensor)| tensor).zip(numbers(batch));
-    let known = KnownInputs::new(inputs);
-    let known = if is_capture { known.for_capture() } else { known };
-    known.enter(call)
-}
-
-/// As [`checks_of`], without returning the checks.
-pub(super) fn with_numbers<R>(
-    sent: &[(String, Tensor)],
-    batch: &Batch,
-    call: impl FnOnce() -> R,
-) -> R {
-    checks_of(sent, batch, false, call).0
-}
-
-/// Returns the values of integer fields.
-fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
-    let numbers = batch.iter().map(|(_, array)| match array.data() {
-        ArrayData::I64(numbers) => Some(numbers.as_slice()),
-        _ => None,
-    });
-    numbers.collect()
-}
-
 impl CandleEngine {
-    /// Copies the fields of a batch to the model's device, in their own types.
-    pub(super) fn send(&self, batch: &Batch) -> Result<Vec<(String, Tensor)>> {
-        let (Some(cuda), Device::Cuda(device)) = (&self.cuda, &self.device) else {
-            return super::model::send(batch, &self.device);
-        };
-        let field = |(name, array): (&str, &Array)| {
-            Ok((name.to_owned(), cuda.inputs.tensor(array, device)?))
-        };
-        let fields = batch.iter().map(field).collect::<candle_core::Result<_>>();
-        fields.map_err(|e| Error::engine_during("batch", e))
-    }
-
     /// Returns the GPU of the model, with the stream in use; `None` on the host.
     #[must_use]
     pub fn gpu(&self) -> Option<&Gpu> {
         self.cuda.as_ref().map(|cuda| &cuda.gpu)
-    }
-
-    fn cuda(&self) -> Result<&Cuda> {
-        self.cuda.as_ref().ok_or_else(|| Error::engine("the model is on the host"))
     }
 
     /// Runs a training step, as a graph if `compile` asked for it.
@@ -209,18 +140,47 @@ impl CandleEngine {
     }
 
     /// Reads the scalars of a step, which are copied to the host when the GPU has computed them.
-    pub(super) fn losses(&self, scalars: &Scalars) -> Result<Losses> {
-        let Some(gpu) = self.gpu() else { return scalars.read() };
-        let Scalars { names, values } = scalars;
-        let (storage, layout) = values.storage_and_layout();
-        let Storage::Cuda(storage) = &*storage else { return scalars.read() };
-        let slice = storage.as_cuda_slice::<f64>().map_err(failed_reading)?;
-        let slice = slice.slice(layout.start_offset()..layout.start_offset() + names.len());
-        let (address, _guard) = slice.device_ptr(gpu.stream());
-        // SAFETY: candle frees the tensor in the order of this stream, after the copy. It is not
-        // overwritten before either: later steps and graph launches are ordered after the copy.
-        let read = unsafe { gpu.read_later(address, 8 * names.len()) }.map_err(failed_reading)?;
-        Ok(Losses::late(names.clone(), LateScalars(Mutex::new(read))))
+    pub(super) fn losses(&self, (names, values): (&[String], &Tensor)) -> Result<Losses> {
+        if self.cuda.is_none() {
+            return read_losses(names, values);
+        }
+        let read = self.tensors.read_later(values).map_err(failed_reading)?;
+        Ok(Losses::late(names.to_vec(), LateScalars(Mutex::new(read))))
+    }
+}
+
+impl GraphModel for CandleEngine {
+    type Error = Error;
+    type Loss = Losses;
+
+    fn error(message: String, source: Option<BoxError>) -> Error {
+        Error::Engine { message, source }
+    }
+
+    fn tensors(&self) -> &ModelTensors {
+        &self.tensors
+    }
+
+    fn inputs(&self) -> &Inputs {
+        &self.inputs
+    }
+
+    fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Losses> {
+        Self::step(self, batch, cx)
+    }
+
+    fn compute(&self, fields: &Fields, scale: &Tensor) -> Result<Computed> {
+        let forward = || self.forward(&TensorBatch::of(fields, self.dtype)?);
+        let (loss, tape) = self.passes.record(forward);
+        let loss = loss?;
+        let (names, values) = loss.scalars()?;
+        let scale = scale.broadcast_as(loss.value.shape());
+        let grads = self.passes.backward((tape, &loss.value), scale, None, Some(Vec::new()))?;
+        Ok(Computed { scalars: Scalars { names, values }, grads })
+    }
+
+    fn losses(&self, Scalars { names, values }: &Scalars) -> Result<Losses> {
+        Self::losses(self, (names, values))
     }
 }
 
@@ -245,7 +205,7 @@ fn to_f64(bytes: &[u8]) -> Vec<f64> {
     bytes.as_chunks().0.iter().map(|number| f64::from_ne_bytes(*number)).collect()
 }
 
-fn failed_reading(error: impl Into<train_step::BoxError>) -> Error {
+fn failed_reading(error: impl Into<BoxError>) -> Error {
     Error::engine_during("reading the losses", error)
 }
 

@@ -2,13 +2,12 @@
 
 #![expect(unsafe_code, reason = "lists a graph's nodes, and sends graphs to other threads")]
 
-use std::fmt;
+use std::fmt::{self, Display};
 use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, CudaStream, DriverError, sys};
 
 use super::Refusal;
-use crate::Result;
 
 /// A graph with its number of nodes.
 pub(super) struct Graph {
@@ -19,8 +18,8 @@ pub(super) struct Graph {
 }
 
 // SAFETY: the driver allows use of a graph by any thread, as long as two threads do not use it at
-// once (CUDA Driver API, "Graph object thread safety"): it is reached only through
-// `&mut CandleEngine`, and dropped once.
+// once (CUDA Driver API, "Graph object thread safety"): it is reached only through `&mut Graphs`,
+// and dropped once.
 unsafe impl Send for Graph {}
 
 impl fmt::Debug for Graph {
@@ -32,10 +31,10 @@ impl fmt::Debug for Graph {
 impl Graph {
     /// Captures the work that `call` enqueues in the stream. The result of `call` is dropped within
     /// the capture.
-    pub(super) fn of<R>(
+    pub(super) fn of<R, E: Display>(
         stream: &Arc<CudaStream>,
-        call: impl FnOnce() -> Result<R>,
-    ) -> std::result::Result<(Self, R), Refusal> {
+        call: impl FnOnce() -> Result<R, E>,
+    ) -> Result<(Self, R), Refusal> {
         // Other threads are not affected: only this one uses the stream.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         stream.begin_capture(mode).map_err(reason)?;
@@ -54,7 +53,7 @@ impl Graph {
     }
 
     /// Launches the graph in its stream.
-    pub(super) fn launch(&self) -> std::result::Result<(), DriverError> {
+    pub(super) fn launch(&self) -> Result<(), DriverError> {
         self.graph.launch()
     }
 }
@@ -81,7 +80,7 @@ const FREES: &str = "frees a tensor created in an earlier step";
 struct Capture<'a>(Option<&'a Arc<CudaStream>>);
 
 impl Capture<'_> {
-    fn end(&mut self) -> std::result::Result<Option<CudaGraph>, DriverError> {
+    fn end(&mut self) -> Result<Option<CudaGraph>, DriverError> {
         let Some(stream) = self.0.take() else { return Ok(None) };
         // Errors of drops, which would otherwise be reported by the next call.
         let dropped = stream.context().check_err();
@@ -98,7 +97,7 @@ impl Drop for Capture<'_> {
 }
 
 /// Returns the number of nodes, and the number of allocations minus the number of frees.
-fn count(graph: &CudaGraph) -> std::result::Result<(usize, usize), DriverError> {
+fn count(graph: &CudaGraph) -> Result<(usize, usize), DriverError> {
     let mut count = 0;
     // SAFETY: a complete graph; without an array the function only returns the number of nodes.
     unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &raw mut count) }

@@ -21,7 +21,7 @@
 //! The optimizer step is part of the graph (`optimizer.rs`) if the gradients of one batch go to the
 //! optimizer unchanged: not with several ranks, gradient accumulation, or several optimizers. The
 //! launch of the comparison skips the optimizer step, as after an overflow. In mixed precision a
-//! separate launch before it copies the buffers (`optim_wrapper`).
+//! separate launch before it copies the buffers.
 //!
 //! Gradients are reported after the launch, in the order of backward. A gradient that is kept until
 //! the next launch becomes a copy.
@@ -30,36 +30,80 @@ mod optimizer;
 mod recording;
 mod tensors;
 
+use std::fmt::Display;
 use std::mem::{Discriminant, discriminant};
 use std::thread::{self, ThreadId};
 
 use candle_core::Tensor;
+use candle_ops::context::{random_position, set_random_position};
+use candle_ops::known_inputs::IndexCheck;
 use fused_optim::cuda::DeviceSlice;
 use fused_optim::{FoundInf, Launches, StepCtl};
+use train_data::{Array, ArrayData, Batch};
+use train_step::{BoxError, CompileReport, OptimizerStep, StepContext, on_device};
 
 use self::recording::Graph;
-use self::tensors::{Computed, Inputs, Outputs, compute, same_bits};
-use super::numbers;
-use crate::data::{Array, ArrayData, Batch};
-use crate::engine::candle::CandleEngine;
-use crate::engine::candle::gradcheck::ForwardState;
-use crate::engine::candle::ops::context::{random_position, set_random_position};
-use crate::engine::candle::ops::known_inputs::IndexCheck;
-use crate::engine::{CompileReport, Losses, OptimizerStep, StepContext};
-use crate::{Error, Result};
-use train_step::on_device;
+pub use self::tensors::{Computed, Gradients, Scalars};
+use self::tensors::{Inputs, Outputs, same_bits};
+use crate::data::{Fields, numbers};
+use crate::tensors::{ModelTensors, Tensors};
+
+/// A model on a GPU whose steps are captured by [`Graphs`]. Its passes run in the stream of its
+/// device, with the [`Context`](candle_ops::Context) entered.
+pub trait GraphModel {
+    /// Error of a step.
+    type Error: From<train_step::Error> + Display;
+    /// Result of a step.
+    type Loss;
+
+    /// Returns an error with this text, and its cause, if there is one.
+    fn error(text: String, cause: Option<BoxError>) -> Self::Error;
+
+    /// Returns the model's tensors, which keep their addresses.
+    fn tensors(&self) -> &ModelTensors;
+
+    /// Returns the statistics of norm layers, which forward changes in place.
+    fn buffers(&self) -> &Tensors {
+        &self.tensors().buffers
+    }
+
+    /// Returns the copies to the model's device.
+    fn inputs(&self) -> &crate::Inputs;
+
+    /// Runs a step eagerly: forward and backward of a batch, and reports the gradients.
+    ///
+    /// # Errors
+    ///
+    /// Those of the passes and of the sink.
+    fn step(&self, batch: &Batch, cx: &mut StepContext<'_>) -> Result<Self::Loss, Self::Error>;
+
+    /// Runs forward in training mode on these tensors, and backward from a gradient of `scale`, a
+    /// scalar of `f32` on the device.
+    ///
+    /// # Errors
+    ///
+    /// Those of the passes.
+    fn compute(&self, fields: &Fields, scale: &Tensor) -> Result<Computed, Self::Error>;
+
+    /// Returns the result of a step with these scalars, whose memory is used again by the next one.
+    ///
+    /// # Errors
+    ///
+    /// Those of a copy.
+    fn losses(&self, scalars: &Scalars) -> Result<Self::Loss, Self::Error>;
+}
 
 /// Number of eager steps per set of shapes before the capture.
 const EAGER: usize = 2;
-/// Maximum number of graphs of an engine; each has its own gradients.
+/// Maximum number of graphs of a model; each has its own gradients.
 const MAX_GRAPHS: usize = 8;
 /// Maximum number of sets of shapes that are kept.
 const MAX_SHAPES: usize = 64;
 
-/// Graphs of an engine, by shapes.
+/// Graphs of a model's steps, by shapes.
 #[derive(Debug)]
-pub(super) struct Graphs {
-    fullgraph: bool,
+pub struct Graphs {
+    pub(crate) fullgraph: bool,
     shapes: Vec<(Shapes, Phase)>,
     refused: Option<String>,
 }
@@ -99,7 +143,9 @@ enum Phase {
 type Refusal = String;
 
 impl Graphs {
-    pub(super) fn new(fullgraph: bool) -> Self {
+    /// Creates no graphs yet. With `fullgraph` a step that cannot be captured is an error.
+    #[must_use]
+    pub const fn new(fullgraph: bool) -> Self {
         Self { fullgraph, shapes: Vec::new(), refused: None }
     }
 
@@ -124,13 +170,16 @@ impl Graphs {
     }
 
     /// Gives up graphs, and records the reason.
-    fn refuse(&mut self, why: Refusal, cx: &mut StepContext<'_>) -> Result<()> {
+    fn refuse<M: GraphModel>(
+        &mut self,
+        why: Refusal,
+        cx: &mut StepContext<'_>,
+    ) -> Result<(), M::Error> {
         // candle's errors may end with a backtrace.
         let why = why.lines().next().unwrap_or_default().to_owned();
         if self.fullgraph {
-            return Err(Error::engine(format!(
-                "compile: `fullgraph` is set, but a step cannot be captured: {why}"
-            )));
+            let text = format!("compile: `fullgraph` is set, but a step cannot be captured: {why}");
+            return Err(M::error(text, None));
         }
         self.shapes.clear();
         cx.note = Some(format!("compile: {WHAT}: not applied: {why}"));
@@ -140,23 +189,28 @@ impl Graphs {
 
     /// Runs a training step: captured, as a graph or eager. Records the optimizer's result if the
     /// graph includes its step.
-    pub(super) fn step(
+    ///
+    /// # Errors
+    ///
+    /// Those of the passes, of the sink and of the optimizer; with `fullgraph` the reason why a
+    /// step cannot be captured; a tensor of a captured step that outlives it.
+    pub fn step<M: GraphModel>(
         &mut self,
-        engine: &CandleEngine,
+        model: &M,
         batch: &Batch,
         cx: &mut StepContext<'_>,
-    ) -> Result<Losses> {
-        let Some(at) = self.find(batch, cx) else { return engine.step(batch, cx) };
+    ) -> Result<M::Loss, M::Error> {
+        let Some(at) = self.find(batch, cx) else { return model.step(batch, cx) };
         let is_full = self.is_full();
         let phase = std::mem::replace(&mut self.shapes[at].1, Phase::Eager(0));
         match phase {
-            Phase::InForce(mut step) if step.holds(engine, cx)? => {
-                let losses = step.run(engine, batch, cx);
+            Phase::InForce(mut step) if step.holds(model, cx)? => {
+                let losses = step.run(model, batch, cx);
                 self.shapes[at].1 = Phase::InForce(step);
                 losses
             }
-            Phase::Captured(step, of) if *batch != of && step.holds(engine, cx)? => {
-                let (computed, compared) = step.compare(engine, batch, cx)?;
+            Phase::Captured(step, of) if *batch != of && step.holds(model, cx)? => {
+                let (computed, compared) = step.compare(model, batch, cx)?;
                 match compared {
                     Ok(()) => {
                         let what = if step.launches.is_some() { WHOLE } else { WHAT };
@@ -164,35 +218,39 @@ impl Graphs {
                         cx.note = Some(format!("compile: {what}: applied, for batches of {of}"));
                         self.shapes[at].1 = Phase::InForce(step);
                     }
-                    Err(why) => self.refuse(why, cx)?,
+                    Err(why) => self.refuse::<M>(why, cx)?,
                 }
-                computed.report(engine, &cx.sink)
+                computed.report(model, &cx.sink)
             }
             Phase::Eager(seen) if seen >= EAGER && !is_full => {
-                let (computed, captured) = capture(engine, batch, cx)?;
+                if let Some(why) = obstacle(model) {
+                    self.refuse::<M>(why, cx)?;
+                    return model.step(batch, cx);
+                }
+                let (computed, captured) = capture(model, batch, cx)?;
                 match captured {
                     Ok(step) => self.shapes[at].1 = Phase::Captured(Box::new(step), batch.clone()),
-                    Err(why) => self.refuse(why, cx)?,
+                    Err(why) => self.refuse::<M>(why, cx)?,
                 }
-                computed.report(engine, &cx.sink)
+                computed.report(model, &cx.sink)
             }
             // Comparing the captured batch with itself would prove nothing.
             Phase::Captured(step, of) if *batch == of => {
                 self.shapes[at].1 = Phase::Captured(step, of);
-                engine.step(batch, cx)
+                model.step(batch, cx)
             }
             Phase::Eager(seen) => {
                 self.shapes[at].1 = Phase::Eager(seen + 1);
-                engine.step(batch, cx)
+                model.step(batch, cx)
             }
             // A weight has a new address, the optimizer has other launches, or the thread differs
             // (candle's cache is per thread).
-            Phase::InForce(_) | Phase::Captured(..) => engine.step(batch, cx),
+            Phase::InForce(_) | Phase::Captured(..) => model.step(batch, cx),
         }
     }
 
     /// Adds the graphs in use to the report, or the reason why there are none.
-    pub(super) fn report(&self, report: &mut CompileReport) {
+    pub fn report(&self, report: &mut CompileReport) {
         let steps = || self.shapes.iter().filter_map(in_force);
         for (what, is_whole, more) in [
             (WHOLE, true, ""),
@@ -261,14 +319,14 @@ struct Step {
 
 impl Step {
     /// Returns whether all addresses are unchanged; prepares the optimizer step in the graph.
-    fn holds(&self, engine: &CandleEngine, cx: &mut StepContext<'_>) -> Result<bool> {
-        if self.thread != thread::current().id() || self.addresses != addresses(engine)? {
+    fn holds<M: GraphModel>(&self, model: &M, cx: &mut StepContext<'_>) -> Result<bool, M::Error> {
+        let addresses = addresses(model).map_err(|e| failed::<M>("lending a tensor", e))?;
+        if self.thread != thread::current().id() || self.addresses != addresses {
             return Ok(false);
         }
         match self.optimizer_step(cx) {
-            Some(step) => {
-                Ok(optimizer::prepare(step, engine, &self.outputs.own.grads)? == self.launches)
-            }
+            Some(step) => Ok(optimizer::prepare(step, model.tensors(), &self.outputs.own.grads)?
+                == self.launches),
             None => Ok(self.launches.is_none()),
         }
     }
@@ -281,27 +339,28 @@ impl Step {
         cx.step.as_mut().filter(|step| step.may_join_backward && self.launches.is_some())
     }
 
-    fn check(&self, batch: &Batch) -> Result<()> {
+    fn check(&self, batch: &Batch) -> candle_core::Result<()> {
         let numbers = numbers(batch);
-        let checked = self.checks.iter().try_for_each(|check| check.check(&numbers));
-        checked.map_err(|e| failed("forward", e))
+        self.checks.iter().try_for_each(|check| check.check(&numbers))
     }
 
     /// Launches the graph for a batch.
-    fn run(
+    fn run<M: GraphModel>(
         &mut self,
-        engine: &CandleEngine,
+        model: &M,
         batch: &Batch,
         cx: &mut StepContext<'_>,
-    ) -> Result<Losses> {
-        self.check(batch)?;
-        self.outputs.part().map_err(|e| failed("keeping gradients", e))?;
-        self.inputs.fill(engine, batch, cx.loss_scale)?;
-        self.graph.launch().map_err(|e| failed("launching a step", e))?;
-        let losses = engine.losses(&self.outputs.own.scalars)?;
+    ) -> Result<M::Loss, M::Error> {
+        self.check(batch).map_err(|e| failed::<M>("forward", e))?;
+        self.outputs.part().map_err(|e| failed::<M>("keeping gradients", e))?;
+        self.inputs.fill(model, batch, cx.loss_scale)?;
+        self.graph.launch().map_err(|e| failed::<M>("launching a step", e))?;
+        let losses = model.losses(&self.outputs.own.scalars)?;
         if let Some(step) = self.optimizer_step(cx) {
-            let device = on_device(&mut *step.optimizer)?;
-            step.applied = Some(device.step_outcome(&step.ctl)?);
+            let outcome = on_device(&mut *step.optimizer)
+                .and_then(|device| device.step_outcome(&step.ctl))
+                .map_err(train_step::Error::from)?;
+            step.applied = Some(outcome);
         }
         self.outputs.report(&cx.sink)?;
         Ok(losses)
@@ -309,38 +368,40 @@ impl Step {
 
     /// Runs a batch eagerly, for the results, then launches the graph from the same buffers and
     /// compares.
-    fn compare(
+    fn compare<M: GraphModel>(
         &self,
-        engine: &CandleEngine,
+        model: &M,
         batch: &Batch,
         cx: &mut StepContext<'_>,
-    ) -> Result<(Computed, std::result::Result<(), Refusal>)> {
-        self.inputs.fill(engine, batch, cx.loss_scale)?;
-        let before = ForwardState::of(engine).map_err(copying)?;
-        let (computed, _) = compute(engine, &self.inputs, batch, false)?;
-        let after = ForwardState::of(engine).map_err(copying)?;
-        before.restore(engine).map_err(copying)?;
+    ) -> Result<(Computed, Result<(), Refusal>), M::Error> {
+        self.inputs.fill(model, batch, cx.loss_scale)?;
+        let before = ForwardState::of(model).map_err(copying::<M>)?;
+        let computed = self.inputs.compute(model, batch)?;
+        let after = ForwardState::of(model).map_err(copying::<M>)?;
+        before.restore(model).map_err(copying::<M>)?;
         if let Some(OptimizerStep { optimizer, ctl, .. }) = self.optimizer_step(cx) {
             // A skipped step changes nothing.
             let ctl = StepCtl { found_inf: FoundInf::Known(true), ..*ctl };
             let mut skipped = OptimizerStep::new(&mut **optimizer, ctl);
-            optimizer::prepare(&mut skipped, engine, &self.outputs.own.grads)?;
+            optimizer::prepare(&mut skipped, model.tensors(), &self.outputs.own.grads)?;
         }
         let refusal = match self.graph.launch() {
-            Ok(()) => self.difference(engine, &computed, &after.buffers)?,
+            Ok(()) => self
+                .difference(model, &computed, &after.buffers)
+                .map_err(|e| failed::<M>("comparing results", e))?,
             Err(e) => Some(format!("launch failed: {e}")),
         };
-        after.restore(engine).map_err(copying)?;
+        after.restore(model).map_err(copying::<M>)?;
         Ok((computed, refusal.map_or(Ok(()), Err)))
     }
 
     /// Describes a difference between launch and eager step.
-    fn difference(
+    fn difference<M: GraphModel>(
         &self,
-        engine: &CandleEngine,
+        model: &M,
         computed: &Computed,
         buffers: &[Tensor],
-    ) -> Result<Option<Refusal>> {
+    ) -> candle_core::Result<Option<Refusal>> {
         let own = &self.outputs.own;
         let differs = |what: &str| {
             Some(format!(
@@ -353,11 +414,11 @@ impl Step {
         }
         for ((index, own), (_, grad)) in own.grads.iter().zip(&computed.grads) {
             if !same_bits(own, grad)? {
-                let name = &engine.tensors.params.specs[*index].name;
+                let name = &model.tensors().params.specs[*index].name;
                 return Ok(differs(&format!("the gradient of `{name}`")));
             }
         }
-        let own = engine.tensors.buffers.tensors.iter().zip(&engine.tensors.buffers.specs);
+        let own = model.buffers().tensors.iter().zip(&model.buffers().specs);
         for ((own, spec), after) in own.zip(buffers) {
             if !same_bits(own, after)? {
                 return Ok(differs(&format!("the buffer `{}`", spec.name)));
@@ -369,17 +430,17 @@ impl Step {
 
 /// Runs a batch eagerly on fixed tensors, for the results, then captures the same step, and the
 /// optimizer step.
-fn capture(
-    engine: &CandleEngine,
+fn capture<M: GraphModel>(
+    model: &M,
     batch: &Batch,
     cx: &mut StepContext<'_>,
-) -> Result<(Computed, std::result::Result<Step, Refusal>)> {
-    let device = engine.device.as_cuda_device().map_err(|e| failed("capture", e))?;
-    let inputs = Inputs::new(batch, cx.loss_scale, &engine.device)?;
+) -> Result<(Computed, Result<Step, Refusal>), M::Error> {
+    let device = model.inputs().device().as_cuda_device().map_err(|e| failed::<M>("capture", e))?;
+    let inputs = Inputs::new(model, batch, cx.loss_scale)?;
     let drawn = random_position();
     // From here to the end of the capture candle keeps the data it sends.
     let kept = device.enable_cuda_graph_htod_cache();
-    let (computed, _) = compute(engine, &inputs, batch, false)?;
+    let computed = inputs.compute(model, batch)?;
     if random_position() != drawn {
         return Ok((computed, Err(DRAWS.to_owned())));
     }
@@ -388,15 +449,16 @@ fn capture(
         Err(e) => return Ok((computed, Err(e.to_string()))),
     };
     let mut step = cx.step.as_mut().filter(|step| step.may_join_backward);
-    let ready = step.as_mut().map(|step| optimizer::prepare(step, engine, &outputs.own.grads));
+    let ready =
+        step.as_mut().map(|step| optimizer::prepare(step, model.tensors(), &outputs.own.grads));
     let launches = ready.transpose()?.flatten();
     let recorded = Graph::of(&device.cuda_stream(), || {
-        let (computed, checks) = compute(engine, &inputs, batch, true)?;
-        outputs.take(&computed).map_err(|e| failed("keeping results", e))?;
+        let (computed, checks) = inputs.capture(model, batch)?;
+        outputs.take(&computed).map_err(|e| failed::<M>("keeping results", e))?;
         if let Some(step) = step.as_mut().filter(|_| launches.is_some()) {
-            optimizer::launch(step, engine, &outputs.own.grads)?;
+            optimizer::launch(step, model.tensors(), &outputs.own.grads)?;
         }
-        Ok(checks)
+        Ok::<_, M::Error>(checks)
     });
     drop(kept);
     let has_drawn = random_position() != drawn;
@@ -405,18 +467,20 @@ fn capture(
         Ok(_) if has_drawn => return Ok((computed, Err(DRAWS.to_owned()))),
         Ok(recorded) => recorded,
         Err(why) => {
-            settle(engine, &inputs, batch)?;
+            settle(model, &inputs, batch)?;
             return Ok((computed, Err(why)));
         }
     };
     if graph.kept > 0 {
-        return Err(Error::engine(format!(
+        let text = format!(
             "compile: {} tensors created in a step outlive it, but have no memory outside of the graph: do \
              not use mode `reduce-overhead` or `max-autotune`, or backend `cudagraphs`",
             graph.kept
-        )));
+        );
+        return Err(M::error(text, None));
     }
-    let (addresses, thread) = (addresses(engine)?, thread::current().id());
+    let addresses = addresses(model).map_err(|e| failed::<M>("lending a tensor", e))?;
+    let thread = thread::current().id();
     let step = Step { graph, inputs, outputs, checks, addresses, thread, launches };
     Ok((computed, Ok(step)))
 }
@@ -426,34 +490,62 @@ const DRAWS: &str = "dropout draws a new mask on the host in each step";
 /// Runs a step after a failed capture. If the model keeps tensors of the capture, they have no
 /// memory, and freeing each causes an error of the driver, once: this happens here instead of in a
 /// later step. Buffers and random position are unchanged.
-fn settle(engine: &CandleEngine, inputs: &Inputs, batch: &Batch) -> Result<()> {
-    let device = engine.device.as_cuda_device().map_err(|e| failed("capture", e))?;
-    let before = ForwardState::of(engine).map_err(copying)?;
+fn settle<M: GraphModel>(model: &M, inputs: &Inputs, batch: &Batch) -> Result<(), M::Error> {
+    let device = model.inputs().device().as_cuda_device().map_err(|e| failed::<M>("capture", e))?;
+    let before = ForwardState::of(model).map_err(copying::<M>)?;
     for _ in 0..MOST_KEPT {
-        let computed = compute(engine, inputs, batch, false);
+        let computed = inputs.compute(model, batch);
         let freed = device.cuda_stream().context().check_err();
         if computed.is_ok() && freed.is_ok() {
             break;
         }
     }
-    before.restore(engine).map_err(copying)
+    before.restore(model).map_err(copying::<M>)
 }
 
 /// Maximum number of such tensors, freed one after another.
 const MOST_KEPT: usize = 16;
 
 /// Addresses of weights and buffers.
-fn addresses(engine: &CandleEngine) -> Result<Vec<u64>> {
-    let all = engine.tensors.params.tensors.iter().chain(&engine.tensors.buffers.tensors);
-    let address = |tensor: &Tensor| Ok(DeviceSlice::try_from(tensor)?.ptr);
-    let all = all.map(address).collect::<candle_core::Result<_>>();
-    all.map_err(|e| failed("lending a tensor", e))
+fn addresses<M: GraphModel>(model: &M) -> candle_core::Result<Vec<u64>> {
+    let all = model.tensors().params.tensors.iter().chain(&model.buffers().tensors);
+    all.map(|tensor| Ok(DeviceSlice::try_from(tensor)?.ptr)).collect()
 }
 
-fn copying(error: candle_core::Error) -> Error {
-    failed("copying buffers", error)
+/// Returns why no step of this model can be captured.
+fn obstacle<M: GraphModel>(model: &M) -> Option<Refusal> {
+    if let Err(error) = addresses(model) {
+        return Some(error.to_string());
+    }
+    let device = model.inputs().device().as_cuda_device().ok()?;
+    device.is_event_tracking().then(|| TRACKS.to_owned())
 }
 
-fn failed(during: &str, error: impl Into<train_step::BoxError>) -> Error {
-    Error::engine_during(during, error)
+const TRACKS: &str = "the device tracks its tensors by events, as `Device::new_cuda` and \
+    `Device::new_cuda_with_stream` open it, which a capture cannot: open it by `candle_train::cuda_device`";
+
+/// State changed by a forward pass, as it was before the pass.
+struct ForwardState {
+    buffers: Vec<Tensor>,
+    random_position: u64,
+}
+
+impl ForwardState {
+    fn of<M: GraphModel>(model: &M) -> candle_core::Result<Self> {
+        Ok(Self { buffers: model.buffers().copies()?, random_position: random_position() })
+    }
+
+    fn restore<M: GraphModel>(&self, model: &M) -> candle_core::Result<()> {
+        set_random_position(self.random_position);
+        model.buffers().set_all(&self.buffers)
+    }
+}
+
+fn copying<M: GraphModel>(error: candle_core::Error) -> M::Error {
+    failed::<M>("copying buffers", error)
+}
+
+fn failed<M: GraphModel>(during: &str, error: impl Into<BoxError>) -> M::Error {
+    let error = error.into();
+    M::error(format!("{during}: {error}"), Some(error))
 }

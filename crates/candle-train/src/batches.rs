@@ -20,9 +20,12 @@ impl Trainer {
         batch_size: usize,
         epoch: usize,
     ) -> Result<Vec<Vec<u32>>> {
-        self.core.check_pending()?;
-        let batches = self.deal(samples, batch_size, Some(epoch))?;
-        self.core.begin_epoch(batches.len(), 0)?;
+        let batches = self.deal(samples, batch_size, Some(epoch));
+        let (own, batches) = match batches {
+            Ok(batches) => (Ok((batches.len(), 0)), batches),
+            Err(error) => (Err(error), Vec::new()),
+        };
+        self.core.begin_epoch_of(own)?;
         Ok(batches)
     }
 
@@ -108,6 +111,12 @@ impl Trainer {
         loader: &DataLoader,
         epoch: usize,
     ) -> Result<impl Iterator<Item = train_data::Result<Batch>> + use<>> {
+        self.core.begin_epoch_of(self.epoch_of(loader, epoch))?;
+        Ok(loader.batches(epoch))
+    }
+
+    /// The number of batches of an epoch of a loader, and of its first one.
+    fn epoch_of(&self, loader: &DataLoader, epoch: usize) -> Result<(usize, usize)> {
         let has = loader.sampler();
         if (has.rank, has.world_size, has.round_up) != (self.rank(), self.world_size(), true) {
             let (rank, world_size, rounds) = (has.rank, has.world_size, has.round_up);
@@ -118,10 +127,8 @@ impl Trainer {
                 self.world_size()
             )));
         }
-        self.core.check_pending()?;
         let batches = loader.batch_range(epoch);
-        self.core.begin_epoch(batches.end, batches.start)?;
-        Ok(loader.batches(epoch))
+        Ok((batches.end, batches.start))
     }
 
     /// This rank's samples of an evaluation, in batches: each of `samples` is on one of the ranks

@@ -95,7 +95,8 @@ impl Error {
             Self::Step(StepError::Collective(E::Timeout { .. } | E::Mismatch { .. })) => SAME_CALLS,
             Self::Step(StepError::Collective(E::PeerDied { .. })) => {
                 "its own error is the cause, or it ended early: every rank has to call `step`, `step_weighted`, `mean`, \
-                 `sum`, `save_with`, `resume_with`, `resume_with_all`, `save` and `resume` equally often, in the same order"
+                 `sum`, `save_with`, `resume_with`, `resume_with_all`, `batches`, `batches_of`, `zero_grad`, \
+                 `save` and `resume` equally often, in the same order"
             }
             Self::Candle(error) => match candle_ops::mixed_types_advice(error) {
                 Some(advice) => advice,
@@ -107,4 +108,4 @@ impl Error {
     }
 }
 
-pub(crate) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted`, `mean`, `sum`, `save_with`, `resume_with`, `resume_with_all`, `save` and `resume` equally often, in the same order";
+pub(crate) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted`, `mean`, `sum`, `save_with`, `resume_with`, `resume_with_all`, `batches`, `batches_of`, `zero_grad`, `save` and `resume` equally often, in the same order";

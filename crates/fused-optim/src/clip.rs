@@ -135,7 +135,12 @@ impl Clip {
         Self::Norm(ClipNorm::new(max_norm))
     }
 
-    pub(crate) fn validate(self) -> Result<()> {
+    /// Checks the numbers, as each step does.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidHyper`] with the name of the one out of range.
+    pub fn validate(self) -> Result<()> {
         match self {
             Self::Norm(ClipNorm { max_norm, norm_type, total_norm, .. }) => {
                 at_least_zero("max_norm", max_norm)?;

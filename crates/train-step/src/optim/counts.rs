@@ -6,6 +6,10 @@
 //! unit before backward, and the averaged gradients are divided by the step's mean count in this
 //! unit. The unit is a power of two, so that it changes no bit unless a gradient leaves the range
 //! of its type.
+//!
+//! It holds for the whole run, because a checkpoint may have gradients that wait for a step. A
+//! [`Trainer`](crate::Trainer) refuses to save then, so its unit (`trainer/exchange.rs`) is that of
+//! each step: the largest count, which makes a step of equal counts exact.
 
 use fused_optim::Slice;
 use half::{bf16, f16};

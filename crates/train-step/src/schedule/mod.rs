@@ -97,10 +97,11 @@ pub struct RunLength {
 }
 
 impl RunLength {
-    /// A run that counts no epochs: its schedulers are by iterations.
+    /// A run that counts no epochs: its schedulers are by iterations, and none is converted from
+    /// epochs.
     #[must_use]
     pub const fn of_iters(iters: u64) -> Self {
-        Self { epochs: 1, iters, epoch_length: iters }
+        Self { epochs: 1, iters, epoch_length: 0 }
     }
 }
 
@@ -149,6 +150,11 @@ impl Scheduler {
         let factor = if convert_to_iter_based { span.epoch_length } else { 1 };
         if convert_to_iter_based && !by_epoch {
             return Err(Error::Schedule(NOT_BY_EPOCHS.into()));
+        }
+        if factor == 0 && span.iters > 0 {
+            let text = "`convert_to_iter_based` needs the number of iterations of an epoch, and this run counts no \
+                        epochs: give `RunLength` its `epoch_length`, or count iterations (`by_epoch = false`)";
+            return Err(Error::Schedule(text.into()));
         }
         let whole = if by_epoch { span.epochs } else { span.iters };
         // A run of no epochs or iterations takes no step.

@@ -263,6 +263,20 @@ mod tests {
     }
 
     #[test]
+    fn conversion_needs_the_length_of_an_epoch() {
+        let shape = Shape::Step { step_size: 1, gamma: 0.1 };
+        let config = SchedulerConfig {
+            convert_to_iter_based: true,
+            ..SchedulerConfig::new(Param::Lr, shape)
+        };
+        let length = RunLength::of_iters(8);
+        let error = Scheduler::new(&config, length, &mut [1.0], &mut [1.0]).unwrap_err();
+        assert!(error.to_string().contains("this run counts no epochs"), "{error}");
+        let length = RunLength { epochs: 2, iters: 8, epoch_length: 4 };
+        Scheduler::new(&config, length, &mut [1.0], &mut [1.0]).unwrap();
+    }
+
+    #[test]
     fn schedulers_made_again_begin_with_the_optimizers_own_values() {
         let mut optimizer = sgd(1.0);
         let warm_up = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };

@@ -268,6 +268,7 @@ impl TrainerBuilder {
             let text = format!("`part` is {name:?}; expected letters, digits, `-` and `_`");
             return Err(Error::InvalidArgument(text));
         }
+        self.clip.map_or(Ok(()), Clip::validate)?;
         let (every, max_skips) = (self.accumulate, self.max_consecutive_skips);
         if every == 0 || max_skips == 0 {
             let option = if every == 0 { "accumulate" } else { "max_consecutive_skips" };
@@ -502,6 +503,20 @@ mod tests {
         other.buffers[0] = Values::F32(vec![1.0; 2]);
         let error = build(&mut other).unwrap_err().to_string();
         assert_eq!(error, "`with_buffers` lends 2 values of F32 for `mean`, which is [3] of F32");
+    }
+
+    #[test]
+    fn invalid_clipping_is_refused_at_build_by_name() {
+        for (clip, said) in [
+            (Clip::norm(f64::NAN), "invalid max_norm: NaN"),
+            (Clip::norm(-1.0), "invalid max_norm: -1"),
+            (Clip::Value(f32::NAN), "invalid clip_value: NaN"),
+        ] {
+            let sgd = Sgd::with_one_group(SgdHyper::default(), 1).unwrap();
+            let builder = Trainer::builder().group(crate::testing::group()).clip(clip);
+            let error = builder.build(&mut model("mean"), Box::new(sgd)).unwrap_err().to_string();
+            assert_eq!(error, said);
+        }
     }
 
     #[test]

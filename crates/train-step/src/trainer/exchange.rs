@@ -14,7 +14,7 @@ use super::Trainer;
 use crate::{Error, Result};
 
 /// Methods that all ranks call together.
-const CALLS: [&str; 6] = ["step", STEP_WEIGHTED, "mean", "sum", "save", "resume"];
+const CALLS: [&str; 7] = ["step", STEP_WEIGHTED, "mean", "sum", "save", "resume", "begin_epoch"];
 const STEP_WEIGHTED: &str = "step_weighted";
 
 /// A step of which batches have been trained.
@@ -111,6 +111,31 @@ impl Trainer {
             }
             (own, _) => own,
         }
+    }
+
+    /// Compares the numbers of the ranks' epochs; fails on all ranks if they differ, or if those of
+    /// one are an error.
+    pub(super) fn compare_epochs<E: From<Error>>(
+        &self,
+        own: Result<(usize, usize), E>,
+    ) -> Result<(usize, usize), E> {
+        let own = self.announce_result("begin_epoch", own)?;
+        if self.world_size() == 1 {
+            return Ok(own);
+        }
+        let mut all = vec![0_u64; 2 * self.world_size()];
+        self.group().all_gather(&mut all, &[own.0 as u64, own.1 as u64]).map_err(Error::from)?;
+        let Some(rank) = all.chunks_exact(2).position(|of| *of != all[..2]) else { return Ok(own) };
+        let of = |rank: usize| {
+            let (len, first) = (all[2 * rank], all[2 * rank + 1]);
+            format!("rank {rank} one of {len} batches at batch {first}")
+        };
+        let text = format!(
+            "ranks begin different epochs: {}, {}; give all ranks the same numbers",
+            of(0),
+            of(rank)
+        );
+        Err(Error::InvalidArgument(text).into())
     }
 
     /// Compares the ranks' calls, and returns the number that each rank gave.
@@ -216,4 +241,74 @@ fn describe((group, param, value): &(usize, HyperParam, f64)) -> String {
     format!("{param} {value:?} of group {group}")
 }
 
-pub(super) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted`, `mean`, `sum`, `save_with`, `resume_with`, `resume_with_all`, `save` and `resume` equally often, in the same order";
+pub(super) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted`, `mean`, `sum`, `save_with`, `resume_with`, `resume_with_all`, `begin_epoch`, `zero_grad`, `save` and `resume` equally often, in the same order";
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::thread;
+    use std::time::Duration;
+
+    use collective::ProcessGroup;
+    use fused_optim::{Optimizer, Sgd, SgdHyper};
+
+    use super::*;
+    use crate::testing::{FakeModel, Values};
+
+    /// Runs `call` on two ranks that accumulate two batches per step. Returns their errors.
+    fn errors(call: fn(&mut Trainer, &mut FakeModel, &Path) -> Result<()>) -> [String; 2] {
+        let directory = tempfile::tempdir().unwrap();
+        let groups = ProcessGroup::threads(2, Duration::from_secs(60)).unwrap();
+        let rank = |group: ProcessGroup| {
+            let mut model = FakeModel::new(&[("w", Values::F32(vec![0.0]))], &[]);
+            let sgd: Box<dyn Optimizer> =
+                Box::new(Sgd::with_one_group(SgdHyper::default(), 1).unwrap());
+            let builder = Trainer::builder().accumulate(2).group(group);
+            let mut train = builder.build(&mut model, sgd).unwrap();
+            call(&mut train, &mut model, directory.path()).unwrap_err().to_string()
+        };
+        thread::scope(|scope| {
+            let ranks: Vec<_> =
+                groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
+            let errors: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+            errors.try_into().unwrap()
+        })
+    }
+
+    #[test]
+    fn begin_epoch_with_other_numbers_on_a_rank_is_an_error_on_all() {
+        let said = "ranks begin different epochs: rank 0 one of 8 batches at batch 0, rank 1 one of 8 batches at \
+                    batch 1; give all ranks the same numbers";
+        let errors = errors(|train, _, _| train.begin_epoch(8, train.rank()));
+        assert_eq!(errors, [said; 2]);
+    }
+
+    #[test]
+    fn begin_epoch_that_fails_on_a_rank_is_an_error_on_all() {
+        let [first, second] = errors(|train, _, _| train.begin_epoch(8, 9 * train.rank()));
+        assert!(first.contains("`Trainer::begin_epoch` failed on rank 1"), "{first}");
+        assert_eq!(second, "an epoch of 8 batches does not begin at batch 9");
+    }
+
+    #[test]
+    fn save_to_another_path_on_a_rank_is_an_error_on_all() {
+        let errors = errors(|train, model, directory| {
+            train.save(model, directory.join(format!("run{}", train.rank())), 1)
+        });
+        for error in errors {
+            assert!(error.contains("ranks differ in the path: rank 0 has "), "{error}");
+            assert!(error.contains("/run0, rank 1 ") && error.ends_with("/run1"), "{error}");
+        }
+    }
+
+    #[test]
+    fn resume_from_another_path_on_a_rank_is_an_error_on_all() {
+        let errors = errors(|train, model, directory| {
+            train.resume(model, directory.join(format!("run{}", train.rank()))).map(drop)
+        });
+        for error in errors {
+            assert!(error.contains("ranks differ in the path: rank 0 has "), "{error}");
+            assert!(error.ends_with("/run1; give all ranks the same one"), "{error}");
+        }
+    }
+}

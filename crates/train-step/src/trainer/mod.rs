@@ -377,17 +377,36 @@ impl Trainer {
     }
 
     /// Begins an epoch of `len` batches at batch `first`: its last batch ends in a step. Every rank
-    /// must call it, with the same numbers.
+    /// must call it, with the same numbers. Blocks until all ranks have called it.
     ///
     /// # Errors
     ///
-    /// Batches since the last step, of an earlier epoch; a `first` beyond `len`.
+    /// On all ranks: numbers that differ between them; batches since the last step, of an earlier
+    /// epoch; a `first` beyond `len`.
     pub fn begin_epoch(&mut self, len: usize, first: usize) -> Result<()> {
-        self.check_pending()?;
-        if first > len {
-            let text = format!("an epoch of {len} batches does not begin at batch {first}");
-            return Err(Error::InvalidArgument(text));
-        }
+        self.begin_epoch_of::<Error>(Ok((len, first)))
+    }
+
+    /// As [`begin_epoch`](Self::begin_epoch) of `(len, first)`; an error of one rank is one on all.
+    ///
+    /// # Errors
+    ///
+    /// The error of this or of another rank; as [`begin_epoch`](Self::begin_epoch).
+    pub fn begin_epoch_of<E: From<Error>>(
+        &mut self,
+        own: Result<(usize, usize), E>,
+    ) -> Result<(), E> {
+        let own = own.and_then(|(len, first)| {
+            self.check_pending()?;
+            match first > len {
+                true => Err(Error::InvalidArgument(format!(
+                    "an epoch of {len} batches does not begin at batch {first}"
+                ))
+                .into()),
+                false => Ok((len, first)),
+            }
+        });
+        let (len, first) = self.compare_epochs(own)?;
         self.open = OpenStep::default();
         self.optim.accumulation().initialize_count_status(first, len);
         self.epoch = Some((len, first));

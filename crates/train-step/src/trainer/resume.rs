@@ -277,8 +277,10 @@ pub(super) fn resume_all<T, S: Stored + ?Sized>(
     let loaded = read(all, path, own).map_err(|error| error.to_string());
     let id = loaded.as_ref().map(|loaded| loaded.as_ref().map(|loaded| loaded.file.id()));
     let first = &mut all[0].trainer;
-    let ids = first.exchange(id.map_err(Clone::clone))?.map_err(failed)?;
-    check_same(&ids).map_err(failed)?;
+    let own = id.map(|id| (id, path.display().to_string())).map_err(Clone::clone);
+    let all_own = first.exchange(own)?.map_err(failed)?;
+    let (ids, paths): (Vec<_>, Vec<_>) = all_own.into_iter().unzip();
+    check_same(&ids, &paths).map_err(failed)?;
     if first.is_main() {
         first.saves.get_mut().resumed(path, ids[0]);
     }
@@ -297,27 +299,38 @@ pub(super) fn resume_all<T, S: Stored + ?Sized>(
     }
 }
 
-/// Returns an error if the ranks have different files, or some of them none.
-fn check_same(ids: &[Option<Id>]) -> Result<(), String> {
+/// Returns an error if the ranks have different files, or some of them none. Equal copies of a file
+/// may have a path of their own on each rank.
+fn check_same(ids: &[Option<Id>], paths: &[String]) -> Result<(), String> {
+    let other = paths.iter().position(|path| *path != paths[0]);
+    let other = other.map_or_else(String::new, |rank| {
+        let (first, own) = (&paths[0], &paths[rank]);
+        format!("ranks differ in the path: rank 0 has {first}, rank {rank} {own}; ")
+    });
     let of = |has: bool| {
         let ranks = ids.iter().enumerate().filter(|(_, id)| id.is_some() == has);
         ranks.map(|(rank, _)| rank.to_string()).collect::<Vec<_>>().join(", ")
     };
     let first = ids.iter().flatten().next().copied();
-    if let (Some(_), Some(_)) = (first, ids.iter().find(|id| id.is_none())) {
-        return Err(format!(
-            "rank {} has it, rank {} does not: save to a file system that all ranks share",
+    match ids.iter().position(|id| *id != first) {
+        None if first.is_none() && !other.is_empty() => {
+            Err(format!("{other}give all ranks the same one"))
+        }
+        None => Ok(()),
+        Some(_) if ids.contains(&None) => Err(format!(
+            "{other}rank {} has it, rank {} does not: save to a file system that all ranks share",
             of(true),
             of(false)
-        ));
+        )),
+        Some(rank) => {
+            let checksums: Vec<_> = ids.iter().flatten().map(Id::checksum).collect();
+            Err(format!(
+                "{other}rank {rank} has another file than rank 0 (checksums by rank: {}): copy one of them to all \
+                 ranks, or save to a file system that they share",
+                checksums.join(", ")
+            ))
+        }
     }
-    let Some(rank) = ids.iter().position(|id| *id != first) else { return Ok(()) };
-    let checksums: Vec<_> = ids.iter().flatten().map(Id::checksum).collect();
-    Err(format!(
-        "rank {rank} has another file than rank 0 (checksums by rank: {}): copy one of them to all ranks, or \
-         save to a file system that they share",
-        checksums.join(", ")
-    ))
 }
 
 /// Verifies and checks a file, and changes nothing; `None` if there is no file.

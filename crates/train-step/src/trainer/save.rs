@@ -20,6 +20,7 @@ use crate::{BoxError, Error, Result};
 struct RankState {
     /// The trainer's name, if the file is of several.
     part: Option<String>,
+    path: String,
     epoch: usize,
     steps: u64,
     random_position: u64,
@@ -48,7 +49,7 @@ impl Trainer {
     /// [`Error::Checkpoint`] on every rank if the file cannot be written, or another run saves
     /// there or has done so since this one resumed or saved; the last file is unchanged then. If
     /// only its directory could not be synced to disk, the new file is in place, and the error says
-    /// so. Batches since the last step; ranks with other epochs or numbers of steps.
+    /// so. Batches since the last step; ranks with other paths, epochs or numbers of steps.
     pub fn save<S: Stored + ?Sized>(
         &self,
         model: &mut S,
@@ -84,7 +85,7 @@ impl Trainer {
     fn rank_state<S: Stored + ?Sized>(
         &self,
         (part, model): (Option<&str>, &S),
-        epoch: usize,
+        (path, epoch): (&Path, usize),
         own: Option<usize>,
     ) -> Result<RankState, String> {
         let part = part.map(str::to_owned);
@@ -94,7 +95,8 @@ impl Trainer {
         let random_position = model.random_position().unwrap_or(self.state.random_position);
         let autotune_cache =
             model.autotune_cache().unwrap_or_else(|| self.state.autotune_cache.clone());
-        Ok(RankState { part, epoch, steps: self.steps, random_position, autotune_cache, own })
+        let (path, steps) = (path.display().to_string(), self.steps);
+        Ok(RankState { part, path, epoch, steps, random_position, autotune_cache, own })
     }
 
     /// Returns the data of all ranks' own on rank 0, one after another.
@@ -165,7 +167,7 @@ pub(super) fn save_all<S: Stored + ?Sized>(
     let failed = |reason| Error::Checkpoint { path: path.to_owned(), reason };
     let len = own.as_ref().map(|own| own.as_ref().map(Vec::len)).map_err(Clone::clone);
     let part = |saved: &Saved<'_, S>, len| {
-        let state = saved.trainer.rank_state((saved.part, &*saved.model), epoch, len);
+        let state = saved.trainer.rank_state((saved.part, &*saved.model), (path, epoch), len);
         state.map_err(|reason| of_part(saved.part, reason))
     };
     let parts = len.and_then(|len| all.iter().map(|saved| part(saved, len)).collect());
@@ -312,6 +314,9 @@ fn check_alike(parts: &[Vec<RankState>]) -> Result<(), String> {
         let differs = |what, first: &dyn Display, own: &dyn Display| {
             Err(format!("ranks differ in {what}: rank 0 has {first}, rank {rank} {own}"))
         };
+        if part.path != first.path {
+            return differs("the path", &first.path, &part.path);
+        }
         if part.epoch != first.epoch {
             return differs("the epoch to save", &first.epoch, &part.epoch);
         }

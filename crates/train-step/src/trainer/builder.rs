@@ -513,7 +513,7 @@ mod tests {
             (Clip::Value(f32::NAN), "invalid clip_value: NaN"),
         ] {
             let sgd = Sgd::with_one_group(SgdHyper::default(), 1).unwrap();
-            let builder = Trainer::builder().group(crate::testing::group()).clip(clip);
+            let builder = Trainer::builder().group(group()).clip(clip);
             let error = builder.build(&mut model("mean"), Box::new(sgd)).unwrap_err().to_string();
             assert_eq!(error, said);
         }

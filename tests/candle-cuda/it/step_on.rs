@@ -74,12 +74,14 @@ struct Steps {
     count: usize,
     rows: fn(usize) -> usize,
     weighted: bool,
+    /// Step before which the trainer is saved, and resumes from its file.
+    resumed_at: Option<usize>,
     loss: fn(&Net, &Fields) -> Result<Tensor>,
 }
 
 impl Default for Steps {
     fn default() -> Self {
-        Self { count: 8, rows: |_| 8, weighted: false, loss: Net::loss }
+        Self { count: 8, rows: |_| 8, weighted: false, resumed_at: None, loss: Net::loss }
     }
 }
 
@@ -97,6 +99,12 @@ fn run(
     let mut calls = Vec::new();
     for index in 0..steps.count {
         let rows = (steps.rows)(index);
+        if steps.resumed_at == Some(index) {
+            let path = std::env::temp_dir().join(format!("step-on-{}", std::process::id()));
+            train.save(&path, 1).unwrap();
+            train.resume(&path).unwrap();
+            std::fs::remove_file(path).unwrap();
+        }
         let batch = batch(index + 100 * train.rank(), rows);
         let called = Cell::new(0);
         let forward = |fields: &Fields| {
@@ -181,6 +189,13 @@ fn each_set_of_shapes_has_its_graph() {
     }
     // Counts that differ between the batches of a step.
     let steps = Steps { count: 12, rows, weighted: true, ..Steps::default() };
+    let (_, text) = same(steps, |builder| builder);
+    assert!(text.contains(WHOLE), "{text}");
+}
+
+#[test]
+fn a_resumed_trainer_captures_again() {
+    let steps = Steps { count: 14, resumed_at: Some(6), ..Steps::default() };
     let (_, text) = same(steps, |builder| builder);
     assert!(text.contains(WHOLE), "{text}");
 }

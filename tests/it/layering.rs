@@ -247,6 +247,7 @@ const TRAIN_FOLDERS: &[&str] = &[
     "batches",
     "builder",
     "parts",
+    "resumable",
 ];
 
 /// The same for `train-step`.

@@ -43,6 +43,14 @@ impl Trainer {
         }
     }
 
+    /// A sampler that distributes a dataset over the ranks for an evaluation, with a [`DataLoader`]:
+    /// each sample is on one of the ranks once, in order. Ranks may have different numbers of
+    /// batches, so call no method for all ranks within the loop.
+    #[must_use]
+    pub fn eval_sampler(&self, samples: usize) -> DefaultSampler {
+        DefaultSampler { shuffle: false, round_up: false, ..self.sampler(samples) }
+    }
+
     /// The batches of an epoch of a loader, or, after its [`resume`](DataLoader::resume), the rest
     /// of them; worker threads may load them in advance. The last batch ends in a step; of an
     /// [infinite](train_data::DataLoaderBuilder::infinite) loader there is none.
@@ -184,8 +192,10 @@ impl Trainer {
         if u32::try_from(samples).is_err() {
             return refused(format!("{samples} samples are more than a `u32` counts"));
         }
-        let (shuffle, round_up) = (epoch.is_some(), epoch.is_some());
-        let sampler = DefaultSampler { shuffle, round_up, ..self.sampler(samples) };
+        let sampler = match epoch {
+            Some(_) => self.sampler(samples),
+            None => self.eval_sampler(samples),
+        };
         let indices = sampler.indices(epoch.unwrap_or(0));
         let indices: Vec<u32> = indices.into_iter().map(|i| i as u32).collect();
         Ok(indices.chunks(batch_size / world_size).map(<[u32]>::to_vec).collect())

@@ -1,6 +1,6 @@
 //! Arrays of a dataset as tensors.
 
-use candle_core::{Device, Error, Result, Tensor};
+use candle_core::{DType, Device, Error, Result, Tensor};
 use candle_ops::known_inputs::KnownInputs;
 use train_data::{Array, ArrayData, Batch};
 
@@ -83,6 +83,23 @@ pub(crate) fn numbers(batch: &Batch) -> Vec<Option<&[i64]>> {
     numbers.collect()
 }
 
+/// Converts a tensor to an array on the host, the inverse of [`tensor`](tensor()): for metrics, for
+/// example. Floating-point values are widened to `f32` (those of `f64` rounded), integers to `i64`;
+/// those of `u8` stay.
+///
+/// # Errors
+///
+/// A failed copy from the device.
+pub fn array(tensor: &Tensor) -> Result<Array> {
+    let flat = tensor.flatten_all()?;
+    let data = match tensor.dtype() {
+        DType::U8 => ArrayData::U8(flat.to_vec1()?),
+        dtype if dtype.is_float() => ArrayData::F32(flat.to_dtype(DType::F32)?.to_vec1()?),
+        _ => ArrayData::I64(flat.to_dtype(DType::I64)?.to_vec1()?),
+    };
+    Array::new(tensor.dims(), data).map_err(Error::wrap)
+}
+
 /// Converts an array to a tensor on `device`, of the same type; a mask to bytes of 0 and 1.
 ///
 /// # Errors
@@ -102,5 +119,29 @@ pub fn tensor(array: &Array, device: &Device) -> Result<Tensor> {
             Tensor::from_vec::<_, u8>(bytes, shape, device)
         }
         other => candle_core::bail!("candle has no tensors of {}", other.type_name()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    #[test]
+    fn arrays_of_tensors_have_shape_and_values() {
+        let cpu = Device::Cpu;
+        let halves = Tensor::new(&[[bf16::ONE, bf16::NAN]], &cpu).unwrap();
+        let array_of = |tensor: &Tensor| array(tensor).unwrap();
+        assert_eq!(array_of(&halves).shape(), [1, 2]);
+        let ArrayData::F32(values) = array_of(&halves).data().clone() else { panic!() };
+        assert!(values[0] == 1.0 && values[1].is_nan());
+        let numbers = Tensor::new(&[3_u32, 7], &cpu).unwrap();
+        assert_eq!(array_of(&numbers), Array::new([2], vec![3_i64, 7]).unwrap());
+        // Not contiguous.
+        let turned = Tensor::new(&[[1_u8, 2], [3, 4]], &cpu).unwrap().t().unwrap();
+        assert_eq!(array_of(&turned), Array::new([2, 2], vec![1_u8, 3, 2, 4]).unwrap());
+        let back = tensor(&array_of(&turned), &cpu).unwrap();
+        assert_eq!(back.to_vec2::<u8>().unwrap(), [[1, 3], [2, 4]]);
     }
 }

@@ -72,6 +72,7 @@ mod pass;
 #[cfg(feature = "cuda")]
 mod pinned;
 pub mod process;
+mod resumable;
 mod step_on;
 mod stored;
 mod sums;
@@ -88,7 +89,7 @@ pub use candle_ops::nn::seeded;
 pub use collective::reducer::ReducerOptions;
 pub use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 pub use cuda_device::cuda_device;
-pub use data::{Fields, tensor};
+pub use data::{Fields, array, tensor};
 pub use error::{Error, Result};
 pub use fused_optim::{
     AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
@@ -98,6 +99,7 @@ pub use fused_optim::{
 pub use gpu::tune_optimizer;
 pub use inputs::Inputs;
 pub use parts::Parts;
+pub use resumable::Resumable;
 pub use tensors::{ModelTensors, OnDevice, Tensors, report, set};
 pub use train_data::{self, DefaultSampler};
 pub use train_step::{self, Accumulation, CompileMode, CompileOptions, CompileReport, Outcome};

@@ -252,6 +252,80 @@ fn a_position_of_another_seed_is_refused() {
     loader(2).resume(loader(2).position()).unwrap();
 }
 
+/// Trains until `last` batches of this process have been trained, or to the end. Returns the rows of
+/// each batch, and the epochs that ended.
+fn run_resumable(
+    (vars, net): (&VarMap, &Net),
+    group: &ProcessGroup,
+    path: &Path,
+    last: usize,
+) -> (Vec<Vec<u32>>, Vec<usize>) {
+    let builder = Trainer::builder(vars).group(group.clone()).accumulate(2).f16();
+    let mut train = builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap();
+    let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES)).batch_size(10);
+    let loader = builder.workers(Workers::new(1)).build().unwrap();
+    let mut run = train.resumable(loader, path, 3).unwrap().every(1);
+    let (mut batches, mut ended) = (Vec::new(), Vec::new());
+    while let Some(epoch) = run.next_epoch(&mut train).unwrap() {
+        while let Some(read) = run.next_batch(&mut train).unwrap() {
+            if batches.len() == last {
+                return (batches, ended);
+            }
+            let ArrayData::I64(rows) = read.get("row").unwrap().data() else { panic!("{read:?}") };
+            let rows: Vec<_> = rows.iter().map(|row| u32::try_from(*row).unwrap()).collect();
+            let (x, y) = batch(&rows);
+            train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+            batches.push(rows);
+        }
+        ended.push(epoch);
+    }
+    assert_eq!(run.epoch(), 3);
+    (batches, ended)
+}
+
+#[test]
+fn a_resumable_run_goes_on_after_a_kill_at_any_batch() {
+    let directory = tempfile::tempdir().unwrap();
+    let folder = directory.path();
+    let seeded_model = |seed| {
+        let vars = VarMap::new();
+        let net = Net::new(seeded(&vars, seed, DType::F32, &Device::Cpu)).unwrap();
+        (vars, net)
+    };
+    ranks(2, |group| {
+        let (vars, net) = seeded_model(1);
+        let whole = run_resumable((&vars, &net), &group, &folder.join("whole"), usize::MAX);
+        assert_eq!((whole.0.len(), &whole.1), (15, &vec![0, 1, 2]));
+        for killed in 0..15 {
+            let path = folder.join(format!("killed-{killed}"));
+            let (first, net) = seeded_model(1);
+            run_resumable((&first, &net), &group, &path, killed);
+            let (other, net) = seeded_model(if killed < 2 { 1 } else { 9 });
+            let (batches, ended) = run_resumable((&other, &net), &group, &path, usize::MAX);
+            // Steps end after the second, fourth and fifth batch of an epoch.
+            let saved = killed / 5 * 5 + killed % 5 / 2 * 2;
+            assert_eq!(batches, whole.0[saved..], "{killed}");
+            assert_eq!(ended, (saved / 5..3).collect::<Vec<_>>(), "{killed}");
+            assert_eq!(weights(&other), weights(&vars), "{killed}");
+        }
+        // A complete run has nothing left.
+        let again = run_resumable((&vars, &net), &group, &folder.join("whole"), usize::MAX);
+        assert_eq!(again, (Vec::new(), Vec::new()));
+    });
+    // One rank takes the samples that two have left: 96 samples in batches of 10 each.
+    ranks(2, |group| {
+        let (vars, net) = seeded_model(1);
+        run_resumable((&vars, &net), &group, &folder.join("elastic"), 5 + 2);
+    });
+    ranks(1, |group| {
+        let (vars, net) = seeded_model(9);
+        let path = folder.join("elastic");
+        let (batches, ended) = run_resumable((&vars, &net), &group, &path, usize::MAX);
+        let taken: usize = batches.iter().map(Vec::len).sum();
+        assert_eq!((taken, ended), (96 - 2 * 2 * 10 + 96, vec![1, 2]));
+    });
+}
+
 /// Rows with their number, and a random number of each sample.
 struct Rows;
 

@@ -65,7 +65,7 @@ use super::{
     Losses, MatmulPrecision, Model, ModelContext, ModelFactory, StepContext, TensorSpec, Visit,
     WrongGradient,
 };
-use crate::data::{Array, ArrayData, Batch};
+use crate::data::{Array, Batch};
 use crate::error::without_backtrace;
 use crate::{Error, Result};
 
@@ -489,17 +489,6 @@ impl From<LoraOptions> for nn::LoraOptions {
 /// lent, returns `f32`.
 fn optim_dtype(dtype: DType) -> candle_core::Result<fused_optim::DType> {
     if dtype == DType::F64 { Ok(fused_optim::DType::F32) } else { dtype.try_into() }
-}
-
-/// Copies a tensor to a host array: floats widened to `f32`, integers to `i64`.
-fn to_array(tensor: &Tensor) -> candle_core::Result<Array> {
-    let flat = tensor.flatten_all()?;
-    let data = match tensor.dtype() {
-        DType::U8 => ArrayData::U8(flat.to_vec1()?),
-        dtype if dtype.is_float() => ArrayData::F32(flat.to_dtype(DType::F32)?.to_vec1()?),
-        _ => ArrayData::I64(flat.to_dtype(DType::I64)?.to_vec1()?),
-    };
-    Array::new(tensor.dims(), data).map_err(candle_core::Error::wrap)
 }
 
 #[cfg(test)]

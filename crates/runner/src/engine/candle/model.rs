@@ -3,7 +3,6 @@
 use candle_core::{DType, Result, Tensor};
 use candle_train::Fields;
 
-use super::to_array;
 use crate::data::{Array, Batch};
 use crate::engine::Losses;
 use crate::{Error, Result as RunnerResult};
@@ -203,7 +202,7 @@ impl Outputs {
         self.fields
             .into_iter()
             .map(|(name, tensor)| {
-                let array = to_array(&tensor)
+                let array = candle_train::array(&tensor)
                     .map_err(|e| Error::engine_during(format!("output `{name}`"), e))?;
                 if array.shape().first() != Some(&count) {
                     let shape = array.shape();

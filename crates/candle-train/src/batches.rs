@@ -43,8 +43,8 @@ impl Trainer {
         }
     }
 
-    /// A sampler that distributes a dataset over the ranks for an evaluation, with a [`DataLoader`]:
-    /// each sample is on one of the ranks once, in order. Ranks may have different numbers of
+    /// A sampler that distributes a dataset over the ranks of an evaluation's [`DataLoader`]: each
+    /// sample is on one of the ranks once, in order. Ranks may have different numbers of
     /// batches, so call no method for all ranks within the loop.
     #[must_use]
     pub fn eval_sampler(&self, samples: usize) -> DefaultSampler {

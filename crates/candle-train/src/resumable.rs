@@ -98,8 +98,8 @@ impl Resumable {
         self
     }
 
-    /// Ends the present epoch with a save, and begins the next one, whose number is returned; `None`
-    /// after the last one.
+    /// Ends the present epoch with a save, and begins the next one, whose number is returned;
+    /// `None` after the last one.
     ///
     /// # Errors
     ///

@@ -103,8 +103,8 @@ impl Resumable {
     ///
     /// # Errors
     ///
-    /// Those of [`Trainer::save_with`] and [`Trainer::batches_of`]; batches that wait for a step, if
-    /// the epoch was left early.
+    /// Those of [`Trainer::save_with`] and [`Trainer::batches_of`]; batches that wait for a step,
+    /// if the epoch was left early.
     pub fn next_epoch(&mut self, train: &mut Trainer) -> Result<Option<usize>> {
         if self.batches.take().is_some() {
             self.epoch += 1;

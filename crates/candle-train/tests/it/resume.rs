@@ -252,8 +252,8 @@ fn a_position_of_another_seed_is_refused() {
     loader(2).resume(loader(2).position()).unwrap();
 }
 
-/// Trains until `last` batches of this process have been trained, or to the end. Returns the rows of
-/// each batch, and the epochs that ended.
+/// Trains until `last` batches of this process have been trained, or to the end. Returns the rows
+/// of each batch, and the epochs that ended.
 fn run_resumable(
     (vars, net): (&VarMap, &Net),
     group: &ProcessGroup,

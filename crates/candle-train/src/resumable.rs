@@ -28,7 +28,7 @@ impl Trainer {
     /// must call it, and the methods of its result, equally often.
     ///
     /// A run that is killed at any moment and started again has the bits of an undisturbed one.
-    /// Another number of ranks takes the samples of the epoch that no rank has taken. What follows
+    /// Another number of ranks takes the samples of the epoch that no rank has taken. Code after
     /// an epoch's batches, such as a validation, belongs to the epoch: after a kill it is repeated.
     ///
     /// ```

@@ -20,6 +20,8 @@ pub struct Resumable {
     unsaved: usize,
     /// The batches of the present epoch; `None` between two epochs.
     batches: Option<Box<dyn Iterator<Item = train_data::Result<Batch>> + Send>>,
+    stop: Option<Box<dyn Fn() -> bool + Send>>,
+    is_stopped: bool,
 }
 
 impl Trainer {
@@ -85,7 +87,17 @@ impl Trainer {
         if let Some(position) = positions.and_then(|all| all.into_iter().next()) {
             loader.resume(position).map_err(train_step::Error::model)?;
         }
-        Ok(Resumable { loader, path, epochs, epoch, every: None, unsaved: 0, batches: None })
+        Ok(Resumable {
+            loader,
+            path,
+            epochs,
+            epoch,
+            every: None,
+            unsaved: 0,
+            batches: None,
+            stop: None,
+            is_stopped: false,
+        })
     }
 }
 
@@ -98,6 +110,38 @@ impl Resumable {
         self
     }
 
+    /// Ends the run after a save at which `stop` returns true on one of the ranks: at a time budget,
+    /// say, or after a signal that a handler has recorded. Started again, the run goes on there; so
+    /// that a scheduler starts it again, end the program then with exit code 75, as `runner` does.
+    ///
+    /// ```no_run
+    /// # use std::time::{Duration, Instant};
+    /// # use candle_train::{Resumable, Trainer};
+    /// # fn run(run: Resumable, train: &mut Trainer) -> candle_train::Result<()> {
+    /// let (start, hour) = (Instant::now(), Duration::from_secs(3600));
+    /// let mut run = run.every(100).stop_when(move || start.elapsed() > hour);
+    /// while let Some(_epoch) = run.next_epoch(train)? {
+    ///     // ...
+    ///     if run.is_stopped() {
+    ///         std::process::exit(75);
+    ///     }
+    ///     // A validation, after a whole epoch.
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn stop_when(mut self, stop: impl Fn() -> bool + Send + 'static) -> Self {
+        self.stop = Some(Box::new(stop));
+        self
+    }
+
+    /// Whether the run has ended early, by [`stop_when`](Self::stop_when).
+    #[must_use]
+    pub const fn is_stopped(&self) -> bool {
+        self.is_stopped
+    }
+
     /// Ends the present epoch with a save, and begins the next one, whose number is returned;
     /// `None` after the last one.
     ///
@@ -108,9 +152,9 @@ impl Resumable {
     pub fn next_epoch(&mut self, train: &mut Trainer) -> Result<Option<usize>> {
         if self.batches.take().is_some() {
             self.epoch += 1;
-            self.save(train)?;
+            self.save_or_stop(train)?;
         }
-        if self.epoch >= self.epochs {
+        if self.epoch >= self.epochs || self.is_stopped {
             return Ok(None);
         }
         self.batches = Some(Box::new(train.batches_of(&self.loader, self.epoch)?));
@@ -126,12 +170,24 @@ impl Resumable {
     pub fn next_batch(&mut self, train: &mut Trainer) -> Result<Option<Batch>> {
         let is_due = self.every.is_some_and(|every| self.unsaved >= every);
         if is_due && self.batches.is_some() && train.core.pending() == 0 {
-            self.save(train)?;
+            self.save_or_stop(train)?;
         }
         let Some(batch) = self.batches.as_mut().and_then(Iterator::next) else { return Ok(None) };
         let batch = batch.map_err(train_step::Error::model)?;
         self.unsaved += 1;
         Ok(Some(batch))
+    }
+
+    /// Saves, and ends the run if one of the ranks has to stop.
+    fn save_or_stop(&mut self, train: &Trainer) -> Result<()> {
+        self.save(train)?;
+        if let Some(stop) = self.stop.as_ref().filter(|_| self.epoch < self.epochs) {
+            let stops = train.sum([u8::from(stop()).into()])?;
+            if stops[0] > 0.0 {
+                (self.is_stopped, self.batches) = (true, None);
+            }
+        }
+        Ok(())
     }
 
     /// Saves now, between two steps.

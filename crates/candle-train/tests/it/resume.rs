@@ -326,6 +326,39 @@ fn a_resumable_run_goes_on_after_a_kill_at_any_batch() {
     });
 }
 
+#[test]
+fn a_run_that_one_rank_stops_goes_on_when_started_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    ranks(2, |group| {
+        let (mut seen, mut starts) = (Vec::new(), 0);
+        loop {
+            starts += 1;
+            let vars = VarMap::new();
+            let net = Net::new(seeded(&vars, 1, DType::F32, &Device::Cpu)).unwrap();
+            let builder = Trainer::builder(&vars).group(group.clone());
+            let mut train = builder.build(AdamWHyper::default()).unwrap();
+            let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES));
+            let loader = builder.batch_size(10).build().unwrap();
+            let is_last = group.rank() == 1;
+            let run = train.resumable(loader, &path, 2).unwrap();
+            let mut run = run.every(3).stop_when(move || is_last);
+            while run.next_epoch(&mut train).unwrap().is_some() {
+                while run.next_batch(&mut train).unwrap().is_some() {
+                    let (x, y) = batch(&[0, 1, 2, 3]);
+                    train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+                    seen.push(train.steps());
+                }
+            }
+            if !run.is_stopped() {
+                break;
+            }
+        }
+        // Stopped after batches 3 and 5 of the first epoch, and 3 of the last.
+        assert_eq!((starts, seen), (4, (1..=10).collect()));
+    });
+}
+
 /// Rows with their number, and a random number of each sample.
 struct Rows;
 

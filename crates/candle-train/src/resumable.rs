@@ -110,7 +110,7 @@ impl Resumable {
         self
     }
 
-    /// Ends the run after a save at which `stop` returns true on one of the ranks: at a time budget,
+    /// Ends the run after a save at which `stop` returns true on one of the ranks: at a time limit,
     /// say, or after a signal that a handler has recorded. Started again, the run goes on there; so
     /// that a scheduler starts it again, end the program then with exit code 75, as `runner` does.
     ///

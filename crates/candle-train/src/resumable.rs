@@ -82,11 +82,15 @@ impl Trainer {
     ) -> Result<Resumable> {
         let path = path.as_ref().to_owned();
         let mut loader = loader;
-        let (epoch, positions) = self.resume_with_all::<DataPosition>(&path)?;
-        // All ranks have taken equally many batches.
-        if let Some(position) = positions.and_then(|all| all.into_iter().next()) {
-            loader.resume(position).map_err(train_step::Error::model)?;
-        }
+        let (epoch, _) = self.resume_checked(&path, |positions: Vec<DataPosition>| {
+            // All ranks have taken equally many batches.
+            let Some(position) = positions.into_iter().next() else {
+                return Err("it was saved by `save`, without a position in the data: save it by `save_with` with \
+                            `&loader.position()`, or take another file"
+                    .into());
+            };
+            Ok(loader.resume(position)?)
+        })?;
         Ok(Resumable {
             loader,
             path,
@@ -150,9 +154,9 @@ impl Resumable {
     /// Those of [`Trainer::save_with`] and [`Trainer::batches_of`]; batches that wait for a step,
     /// if the epoch was left early.
     pub fn next_epoch(&mut self, train: &mut Trainer) -> Result<Option<usize>> {
-        if self.batches.take().is_some() {
-            self.epoch += 1;
-            self.save_or_stop(train)?;
+        if self.batches.is_some() && !self.is_stopped {
+            self.save_or_stop(train, self.epoch + 1)?;
+            (self.batches, self.epoch) = (None, self.epoch + 1);
         }
         if self.epoch >= self.epochs || self.is_stopped {
             return Ok(None);
@@ -168,25 +172,30 @@ impl Resumable {
     ///
     /// Those of [`Trainer::save_with`] and of the data set.
     pub fn next_batch(&mut self, train: &mut Trainer) -> Result<Option<Batch>> {
-        let is_due = self.every.is_some_and(|every| self.unsaved >= every);
+        let is_due = !self.is_stopped && self.every.is_some_and(|every| self.unsaved >= every);
         if is_due && self.batches.is_some() && train.core.pending() == 0 {
-            self.save_or_stop(train)?;
+            self.save_or_stop(train, self.epoch)?;
         }
-        let Some(batch) = self.batches.as_mut().and_then(Iterator::next) else { return Ok(None) };
+        let batches = self.batches.as_mut().filter(|_| !self.is_stopped);
+        let Some(batch) = batches.and_then(Iterator::next) else { return Ok(None) };
         let batch = batch.map_err(train_step::Error::model)?;
         self.unsaved += 1;
         Ok(Some(batch))
     }
 
     /// Saves, and ends the run if one of the ranks has to stop.
-    fn save_or_stop(&mut self, train: &Trainer) -> Result<()> {
-        self.save(train)?;
-        if let Some(stop) = self.stop.as_ref().filter(|_| self.epoch < self.epochs) {
+    fn save_or_stop(&mut self, train: &Trainer, epoch: usize) -> Result<()> {
+        self.save_at(train, epoch)?;
+        if let Some(stop) = self.stop.as_ref().filter(|_| epoch < self.epochs) {
             let stops = train.sum([u8::from(stop()).into()])?;
-            if stops[0] > 0.0 {
-                (self.is_stopped, self.batches) = (true, None);
-            }
+            self.is_stopped = stops[0] > 0.0;
         }
+        Ok(())
+    }
+
+    fn save_at(&mut self, train: &Trainer, epoch: usize) -> Result<()> {
+        train.save_with(&self.path, epoch, &self.loader.position())?;
+        self.unsaved = 0;
         Ok(())
     }
 
@@ -196,8 +205,7 @@ impl Resumable {
     ///
     /// Those of [`Trainer::save_with`].
     pub fn save(&mut self, train: &Trainer) -> Result<()> {
-        self.unsaved = 0;
-        train.save_with(&self.path, self.epoch, &self.loader.position())
+        self.save_at(train, self.epoch)
     }
 
     /// Number of the present epoch, or of the next one between two.

@@ -45,6 +45,10 @@ impl Trainer {
     /// the next one with other values is compared with the graph, bit for bit, and from then on the
     /// graph is launched. Several ranks and accumulation have a graph of forward and backward.
     ///
+    /// * Each closure of the program has graphs of its own. Statistics of norm layers of another
+    ///   trainer's model, which `forward` runs in training mode, are updated twice in the compared
+    ///   step.
+    /// * No other thread may use the device during a step: its work would become part of the graph.
     /// * All values that are not computed from fields, variables and statistics of norm layers stay
     ///   as captured: numbers of the host, random numbers, the text of a condition. The comparison
     ///   detects those that have changed by then.
@@ -155,6 +159,13 @@ mod cuda {
         pub(super) forward: F,
     }
 
+    fn call<F>(forward: &F, fields: &Fields) -> candle_core::Result<Tensor>
+    where
+        F: Fn(&Fields) -> candle_core::Result<Tensor>,
+    {
+        forward(fields)
+    }
+
     impl<F: Fn(&Fields) -> candle_core::Result<Tensor>> GraphModel for OnBatch<'_, F> {
         type Error = Error;
         type Loss = Tensor;
@@ -171,6 +182,12 @@ mod cuda {
             self.buffers
         }
 
+        fn pass(&self) -> usize {
+            // Its address differs between closures, unless they have the same code.
+            let address: fn(&F, &Fields) -> candle_core::Result<Tensor> = call;
+            address as usize
+        }
+
         fn inputs(&self) -> &Inputs {
             self.recorder.inputs
         }
@@ -183,7 +200,7 @@ mod cuda {
         }
 
         fn compute(&self, fields: &Fields, scale: &Tensor) -> Result<Computed> {
-            let (loss, tape) = self.recorder.record(|| (self.forward)(fields))?;
+            let (loss, tape) = self.recorder.record(|| call(&self.forward, fields))?;
             let gradient = scale.broadcast_as(loss.shape())?.to_dtype(loss.dtype())?;
             let grads = Rc::<RefCell<Vec<_>>>::default();
             let kept = Rc::clone(&grads);

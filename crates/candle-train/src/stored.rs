@@ -297,6 +297,20 @@ impl Trainer {
         self.resumed(|core, stored| core.resume_with_all(stored, path))
     }
 
+    /// As [`resume_with_all`](Self::resume_with_all): `check` gets the data before anything is
+    /// changed, and its result is returned.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`resume_with_all`](Self::resume_with_all), and of `check`, on all ranks.
+    pub fn resume_checked<T: DeserializeOwned, R>(
+        &mut self,
+        path: impl AsRef<Path>,
+        check: impl FnOnce(Vec<T>) -> Result<R, BoxError>,
+    ) -> Result<(usize, Option<R>)> {
+        self.resumed(|core, stored| core.resume_checked(stored, path, check))
+    }
+
     fn stored(&self) -> StoredVariables<'_> {
         let Self { map, variables, tensors, context, .. } = self;
         let (random_position, autotune_cache) =

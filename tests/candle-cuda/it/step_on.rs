@@ -240,6 +240,30 @@ fn averages_of_two_ranks_follow_a_graph() {
 }
 
 #[test]
+fn another_closure_on_batches_of_the_same_shapes_has_its_own_graph() {
+    let device = cuda_device(0).unwrap();
+    let train = |with: &dyn Fn(TrainerBuilder) -> TrainerBuilder| {
+        let (vars, net) = model(&device).unwrap();
+        let mut train = with(Trainer::builder(&vars)).build(AdamWHyper::default()).unwrap();
+        let mut losses = Vec::new();
+        for step in 0..20 {
+            let loss = match step % 4 {
+                3 => train.step_on(&batch(step, 8), |fields| {
+                    net.loss(fields)? + net.0.weight().sqr()?.mean_all()?
+                }),
+                _ => train.step_on(&batch(step, 8), |fields| net.loss(fields)),
+            };
+            losses.push(loss.unwrap().loss.to_scalar::<f32>().unwrap().to_bits());
+        }
+        (losses, train.compile_report().map(|report| report.to_string()))
+    };
+    let (eager, _) = train(&|builder| builder);
+    let (captured, report) = train(&graphs(false));
+    assert_eq!(captured, eager);
+    assert!(report.unwrap().contains("as one CUDA graph, for batches of"));
+}
+
+#[test]
 fn a_step_that_draws_on_the_host_is_refused_by_name() {
     let loss = |net: &Net, fields: &Fields| {
         let x = dropout(&net.0.forward(fields.get("x")?)?, 0.5)?;
@@ -252,7 +276,7 @@ fn a_step_that_draws_on_the_host_is_refused_by_name() {
     let (left, train, calls) = run(&device, steps, |builder| graphs(false)(unused(builder)));
     assert_eq!(left, eager);
     assert_eq!(calls, [1; 8]);
-    let why = "as one CUDA graph: dropout draws a new mask on the host in each step";
+    let why = "as one CUDA graph: random numbers, such as masks of dropout, are drawn on the host";
     assert!(report(&train).contains(why), "{}", report(&train));
 }
 
@@ -265,7 +289,7 @@ fn fullgraph_makes_a_refusal_an_error() {
     let loss = |fields: &Fields| net.loss(fields)? + dropout(fields.get("x")?, 0.5)?.mean_all()?;
     let errors = (0..4).find_map(|step| train.step_on(&batch(step, 8), loss).err());
     let error = errors.unwrap().to_string();
-    let why = "`fullgraph` is set, but a step cannot be captured: dropout draws";
+    let why = "`fullgraph` is set, but a step cannot be captured: random numbers";
     assert!(error.contains(why), "{error}");
     let x = Tensor::ones((8, 8), DType::F32, &device).unwrap();
     let error = train.step(|| net.0.forward(&x)?.mean_all()).unwrap_err().to_string();

@@ -10,7 +10,8 @@ use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use crate::context::{self, Mode};
 use crate::state::random::Random;
 
-/// Uniform random numbers in `[low, high)`, drawn on the host in `f32` and rounded to `dtype`.
+/// Uniform random numbers in `[low, high)`, drawn on the host and rounded to `f32` and to `dtype`:
+/// in half precision, and for other bounds than 0 and 1, some are rounded to `high`.
 /// Draws one random word per element from the entered [`Context`](crate::Context), in training and
 /// in evaluation: a resumed run draws the same numbers.
 ///
@@ -81,9 +82,9 @@ pub fn gumbel_softmax(logits: &Tensor, temperature: f64, dim: impl Dim) -> Resul
     (logits + noise)?.argmax(dim)
 }
 
-/// A number in `[0, 1)` with 32 bits.
+/// A number in `[0, 1)` with 24 bits, as many as `f32` has.
 fn unit(random: &mut Random) -> f64 {
-    f64::from(random.next()) / 4_294_967_296.0
+    f64::from(random.next() >> 8) / 16_777_216.0
 }
 
 fn draw(

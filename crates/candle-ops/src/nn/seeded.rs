@@ -77,7 +77,8 @@ impl SimpleBackend for Seeded {
 
 /// Draws the initial values of the parameter `name`, in `f32`.
 ///
-/// Uniform values lie in `[low, high)`; normal ones are made by the Box-Muller method in `f64`.
+/// Uniform values lie in `[low, high)` before they are rounded to `f32`; normal ones are made by
+/// the Box-Muller method in `f64`.
 #[must_use]
 pub fn initial_values(init: Init, shape: &Shape, seed: u64, name: &str) -> Vec<f32> {
     let count = shape.elem_count();

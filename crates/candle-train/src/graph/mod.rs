@@ -67,6 +67,11 @@ pub trait GraphModel {
         &self.tensors().buffers
     }
 
+    /// Identifies the function of the forward pass: a step of another one has a graph of its own.
+    fn pass(&self) -> usize {
+        0
+    }
+
     /// Returns the copies to the model's device.
     fn inputs(&self) -> &crate::Inputs;
 
@@ -116,16 +121,18 @@ struct Shapes {
     /// Whether the graph includes an optimizer step.
     is_whole: bool,
     autocast: Option<fused_optim::DType>,
+    /// [`GraphModel::pass`].
+    pass: usize,
 }
 
 impl Shapes {
-    fn new(batch: &Batch, cx: &StepContext<'_>) -> Self {
+    fn new(batch: &Batch, cx: &StepContext<'_>, pass: usize) -> Self {
         let field = |(name, array): (&str, &Array)| {
             (name.to_owned(), array.shape().to_vec(), discriminant(array.data()))
         };
         let fields = batch.iter().map(field).collect();
         let is_whole = cx.step.as_ref().is_some_and(|step| step.may_join_backward);
-        Self { fields, is_whole, autocast: cx.autocast }
+        Self { fields, is_whole, autocast: cx.autocast, pass }
     }
 }
 
@@ -150,11 +157,11 @@ impl Graphs {
     }
 
     /// Returns the index of the batch's shapes, or `None` if the step must be eager.
-    fn find(&mut self, batch: &Batch, cx: &StepContext<'_>) -> Option<usize> {
+    fn find(&mut self, batch: &Batch, cx: &StepContext<'_>, pass: usize) -> Option<usize> {
         if self.refused.is_some() {
             return None;
         }
-        let own = Shapes::new(batch, cx);
+        let own = Shapes::new(batch, cx, pass);
         let known = self.shapes.iter().position(|(shapes, _)| *shapes == own);
         known.or_else(|| {
             let has_room = self.shapes.len() < MAX_SHAPES;
@@ -200,7 +207,7 @@ impl Graphs {
         batch: &Batch,
         cx: &mut StepContext<'_>,
     ) -> Result<M::Loss, M::Error> {
-        let Some(at) = self.find(batch, cx) else { return model.step(batch, cx) };
+        let Some(at) = self.find(batch, cx, model.pass()) else { return model.step(batch, cx) };
         let is_full = self.is_full();
         let phase = std::mem::replace(&mut self.shapes[at].1, Phase::Eager(0));
         match phase {
@@ -485,7 +492,7 @@ fn capture<M: GraphModel>(
     Ok((computed, Ok(step)))
 }
 
-const DRAWS: &str = "dropout draws a new mask on the host in each step";
+const DRAWS: &str = "random numbers, such as masks of dropout, are drawn on the host in each step";
 
 /// Runs a step after a failed capture. If the model keeps tensors of the capture, they have no
 /// memory, and freeing each causes an error of the driver, once: this happens here instead of in a

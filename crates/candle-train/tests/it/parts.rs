@@ -6,7 +6,7 @@ use std::time::Duration;
 use candle_core::{DType, Device, Module};
 use candle_nn::VarMap;
 use candle_ops::{cross_entropy, randn};
-use candle_train::{AdamWHyper, Clip, Parts, SgdHyper, Trainer, seeded};
+use candle_train::{AdamWHyper, Clip, Parts, SgdHyper, Trainer, seeded, train_step};
 use collective::ProcessGroup;
 
 use super::{Net, SAMPLES, batch, ranks, weights};
@@ -115,8 +115,43 @@ fn files_of_other_trainers_are_refused_by_name() {
         let unnamed = Trainer::builder(a).group(group.clone()).build(AdamWHyper::default());
         let error = said(Parts::of([&mut unnamed.unwrap()]).resume(&both));
         assert!(error.contains("`TrainerBuilder::part`"), "{error}");
-        assert_eq!(Parts::of(&mut all).resume_with(&both).unwrap(), (1, Some(7)));
+        // A file of no trainer.
+        vars_of(&nets[0]).save(&one).unwrap();
+        let error = said(Parts::of(&mut all).resume(&one));
+        assert!(error.contains("no checksum"), "{error}");
+        let error = train_step::optimizer_state(&both).unwrap_err().to_string();
+        assert!(error.contains(r#"it has several trainers, ["first", "second"]"#), "{error}");
+        // The order of a call does not matter.
+        let [first, second] = &mut all;
+        assert_eq!(Parts::of([second, first]).resume_with(&both).unwrap(), (1, Some(7)));
+        let [first, second] = &mut all;
+        Parts::of([second, first]).save(&both, 2).unwrap();
+        Parts::of(&mut all).save(&both, 3).unwrap();
+        assert_eq!(Parts::of(&mut all).resume(&both).unwrap(), 3);
     });
+}
+
+fn vars_of((vars, _): &(VarMap, Net)) -> &VarMap {
+    vars
+}
+
+#[test]
+fn parts_of_different_groups_and_names_of_entries_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    ranks(2, |group| {
+        let nets = nets();
+        let alone = ProcessGroup::threads(1, Duration::from_secs(5)).unwrap().remove(0);
+        let [mut a, _] = trainers(&nets, &group);
+        let [_, mut b] = trainers(&nets, &alone);
+        let error = Parts::of([&mut a, &mut b]).save(&path, 1).unwrap_err().to_string();
+        assert!(error.contains("part `second` rank 0 of 1: build all with the group"), "{error}");
+    });
+    for name in ["train_step", "candle_train", "", "a.b"] {
+        let builder = Trainer::builder(&nets()[0].0).part(name);
+        let error = builder.build(AdamWHyper::default()).unwrap_err().to_string();
+        assert!(error.contains("`part` is"), "{error}");
+    }
 }
 
 #[test]

@@ -327,6 +327,32 @@ fn a_resumable_run_goes_on_after_a_kill_at_any_batch() {
 }
 
 #[test]
+fn a_resumable_run_refuses_files_without_its_position_before_it_changes_anything() {
+    let directory = tempfile::tempdir().unwrap();
+    let [plain, other] = ["plain", "other"].map(|name| directory.path().join(name));
+    let loader = |train: &Trainer, batch_size| {
+        let builder = DataLoader::builder(Arc::new(Rows), train.sampler(SAMPLES));
+        builder.batch_size(batch_size).build().unwrap()
+    };
+    let (vars, net) = model(1);
+    let build = || Trainer::builder(&vars).build(AdamWHyper::default()).unwrap();
+    let mut train = build();
+    let (x, y) = batch(&[0, 1, 2, 3]);
+    train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+    train.save(&plain, 0).unwrap();
+    train.save_with(&other, 0, &loader(&train, 5).position()).unwrap();
+    drop(train);
+    let mut train = build();
+    let error = train.resumable(loader(&train, 10), &plain, 1).unwrap_err().to_string();
+    assert!(error.contains("it was saved by `save`, without a position in the data"), "{error}");
+    let error = train.resumable(loader(&train, 10), &other, 1).unwrap_err().to_string();
+    assert!(error.contains("batch_size 5 instead of 10"), "{error}");
+    assert_eq!(train.steps(), 0);
+    assert_eq!(train.resumable(loader(&train, 5), &other, 1).unwrap().epoch(), 0);
+    assert_eq!(train.steps(), 1);
+}
+
+#[test]
 fn a_run_that_one_rank_stops_goes_on_when_started_again() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("run");

@@ -245,6 +245,14 @@ impl Reader {
         Ok(Some(reader))
     }
 
+    /// Whether a file begins as those with a checksum do.
+    pub fn has_checksum(path: &Path) -> bool {
+        let mut bytes = [0; DIGITS.start];
+        let file = open(path).ok().flatten();
+        let read = file.and_then(|file| file.read_exact_at(&mut bytes, 0).ok());
+        read.is_some() && bytes[8..] == *CHECKSUM_PREFIX
+    }
+
     /// Reads an entry of bytes of a file without verifying it; `None` if there is none.
     pub fn peek(path: &Path, name: &str) -> Option<Vec<u8>> {
         let file = open(path).ok()??;

@@ -263,9 +263,14 @@ impl TrainerBuilder {
         optimizer.set_param_names(&specs.collect::<Vec<_>>())?;
         check_groups(&model, &*optimizer)?;
         let is_fit = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-        let is_name = |name: &str| !name.is_empty() && name.chars().all(is_fit);
+        // The beginnings of names that a checkpoint needs.
+        let is_reserved = |name: &str| super::is_reserved(&format!("{name}."));
+        let is_name =
+            |name: &str| !name.is_empty() && name.chars().all(is_fit) && !is_reserved(name);
         if let Some(name) = self.part.as_ref().filter(|name| !is_name(name)) {
-            let text = format!("`part` is {name:?}; expected letters, digits, `-` and `_`");
+            let text = format!(
+                "`part` is {name:?}; expected letters, digits, `-` and `_`, and not the name of this crate"
+            );
             return Err(Error::InvalidArgument(text));
         }
         self.clip.map_or(Ok(()), Clip::validate)?;
@@ -529,6 +534,20 @@ mod tests {
         train.step(&mut model, |_, cx| cx.report(0, grad)).unwrap();
         assert!(train.begin_epoch(3, 4).is_err());
         assert_eq!(train.steps(), 1);
+    }
+
+    #[test]
+    fn damaged_optimizer_state_is_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("run");
+        let mut model = model("mean");
+        build(&mut model).unwrap().save(&mut model, &path, 1).unwrap();
+        crate::optimizer_state(&path).unwrap();
+        let mut bytes = std::fs::read(&path).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        let error = crate::optimizer_state(&path).unwrap_err().to_string();
+        assert!(error.contains("its checksum does not match"), "{error}");
     }
 
     #[test]

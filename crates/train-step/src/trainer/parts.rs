@@ -148,8 +148,24 @@ impl<'a> Parts<'a> {
             Some(None) => {
                 "a trainer of `Parts` has no name: build it with `TrainerBuilder::part`".to_owned()
             }
-            None if names.is_empty() => "`Parts` has no trainer: add some by `with`".to_owned(),
-            None => return Ok(()),
+            None => match self.all.split_first() {
+                None => "`Parts` has no trainer: add some by `with`".to_owned(),
+                Some(((first, _), others)) => {
+                    let of = |trainer: &Trainer| (trainer.rank(), trainer.world_size());
+                    let Some((other, _)) = others.iter().find(|(other, _)| of(other) != of(first))
+                    else {
+                        return Ok(());
+                    };
+                    let name = |trainer: &Trainer| trainer.part.clone().unwrap_or_default();
+                    let ((rank, ranks), (other_rank, other_ranks)) = (of(first), of(other));
+                    format!(
+                        "part `{}` is rank {rank} of {ranks}, part `{}` rank {other_rank} of {other_ranks}: build \
+                         all with the group of the first, `TrainerBuilder::group`",
+                        name(first),
+                        name(other)
+                    )
+                }
+            },
         };
         Err(Error::InvalidArgument(reason))
     }
@@ -162,7 +178,10 @@ impl<'a> Parts<'a> {
             model: &mut **model,
             part: name.as_deref(),
         });
-        Ok(saved.collect())
+        let mut saved: Vec<_> = saved.collect();
+        // The first one has the lock of the file, in whatever order they are given.
+        saved.sort_by_key(|saved| saved.part);
+        Ok(saved)
     }
 
     fn resumed(&mut self) -> Result<Vec<Resumed<'_, dyn Stored + 'a>>> {
@@ -173,7 +192,9 @@ impl<'a> Parts<'a> {
             model: &mut **model,
             part: name.as_deref(),
         });
-        Ok(resumed.collect())
+        let mut resumed: Vec<_> = resumed.collect();
+        resumed.sort_by_key(|resumed| resumed.part);
+        Ok(resumed)
     }
 }
 

@@ -100,7 +100,24 @@ impl Trainer {
         model: &mut S,
         path: impl AsRef<Path>,
     ) -> Result<(usize, Option<Vec<T>>)> {
-        resume_all(&mut [self.alone_mut(model)], path.as_ref(), all_own)
+        self.resume_checked(model, path, Ok)
+    }
+
+    /// As [`resume_with_all`](Self::resume_with_all): `check` gets the data before anything is
+    /// changed, and its result is returned.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`resume_with_all`](Self::resume_with_all), and of `check`, as
+    /// [`Error::Checkpoint`] on all ranks.
+    pub fn resume_checked<T: DeserializeOwned, R, S: Stored + ?Sized>(
+        &mut self,
+        model: &mut S,
+        path: impl AsRef<Path>,
+        check: impl FnOnce(Vec<T>) -> Result<R, BoxError>,
+    ) -> Result<(usize, Option<R>)> {
+        let own = |own: Own<'_>| check(all_own(own)?);
+        resume_all(&mut [self.alone_mut(model)], path.as_ref(), own)
     }
 
     /// This trainer as the only one of a file.
@@ -395,7 +412,10 @@ fn check_parts<S: ?Sized>(file: &Reader, all: &[Resumed<'_, S>]) -> Result<(), B
         (_, true) => {
             Err(format!("it has several trainers, {saved:?}: resume it with `Parts`").into())
         }
-        (true, _) => Err("it has one trainer: resume it with `Trainer::resume`".into()),
+        (true, _) => match file.info(&names_of(file).trainer()) {
+            Some(_) => Err("it has one trainer: resume it with `Trainer::resume`".into()),
+            None => Err(NOT_OURS.into()),
+        },
         _ => Err(format!("it has the trainers {saved:?}, and this program {own:?}").into()),
     }
 }
@@ -455,16 +475,25 @@ pub(super) fn all_own<T: DeserializeOwned>(own: Own<'_>) -> Result<Vec<T>, BoxEr
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] for a file that is missing, damaged, or neither of both.
+/// [`Error::Checkpoint`] for a file that is missing, damaged, neither of both, or of several
+/// trainers.
 pub fn optimizer_state(path: impl AsRef<Path>) -> Result<StateDict> {
     let path = path.as_ref();
     let read = || -> Result<StateDict, BoxError> {
-        let Ok(Some(file)) = Reader::open(path) else {
-            return Ok(StateDict::from_safetensors(&std::fs::read(path)?)?);
+        let file = match Reader::open(path) {
+            Ok(Some(file)) => file,
+            Err(error) if Reader::has_checksum(path) => return Err(error),
+            _ => return Ok(StateDict::from_safetensors(&std::fs::read(path)?)?),
         };
         let names = names_of(&file);
         let Some(progress) = file.bytes(&names.trainer())? else {
-            return Ok(StateDict::from_safetensors(&std::fs::read(path)?)?);
+            let parts = parts_of(&file);
+            return match parts.is_empty() {
+                true => Ok(StateDict::from_safetensors(&std::fs::read(path)?)?),
+                false => {
+                    Err(format!("it has several trainers, {parts:?}, each with a state").into())
+                }
+            };
         };
         let progress: Progress = serde_json::from_slice(&progress)?;
         let Some(layout) = progress.optimizer else {

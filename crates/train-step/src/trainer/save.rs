@@ -11,7 +11,7 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use super::progress::{FORMAT, Names, OLD_PREFIX, PREFIX, Progress};
+use super::progress::{FORMAT, Names, OLD_PREFIX, Progress};
 use crate::checkpoint::{Entry, Id, Reader, Stored, Writer};
 use crate::{BoxError, Error, Result};
 
@@ -177,8 +177,10 @@ pub(super) fn save_all<S: Stored + ?Sized>(
         Ok(Some(own)) => first.gather(&own, &parts)?,
         _ => Vec::new(),
     };
+    let part = all[0].part;
     let written = first.is_main().then(|| {
         let mut saves = first.saves.borrow_mut();
+        let describe = |path: &Path| describe(path, part);
         let written = saves.save(path, |new| write(all, new, &parts, &own), describe);
         written.err().map(|error| error.to_string())
     });
@@ -332,8 +334,9 @@ fn check_alike(parts: &[Vec<RankState>]) -> Result<(), String> {
 }
 
 /// Describes the checkpoint of another run.
-fn describe(path: &Path) -> String {
-    let names = [PREFIX, OLD_PREFIX].map(|prefix| Names { prefix, part: None });
+fn describe(path: &Path, part: Option<&str>) -> String {
+    let old = Names { prefix: OLD_PREFIX, part: None };
+    let names = [Names::new(part), Names::new(None), old];
     let progress = names.iter().filter_map(|names| Reader::peek(path, &names.trainer()));
     let mut progress = progress.filter_map(|bytes| serde_json::from_slice::<Progress>(&bytes).ok());
     match progress.next() {

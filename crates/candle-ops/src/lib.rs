@@ -58,7 +58,8 @@
 //! Under autocast an operator first casts its inputs by PyTorch's lists, with PyTorch's name for
 //! it: `conv2d`, `conv_transpose2d`, `group_norm`, `linear`, `scaled_dot_product_attention`,
 //! `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`. In no list, but available for custom
-//! rules, are `batch_norm`, `embedding`, `gelu`, `silu` (also for `swiglu`), `rope`, `relu`, `add`,
+//! rules, are `batch_norm`, `embedding`, `gelu`, `silu` (also for `swiglu`), `tanh`, `sigmoid`,
+//! `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`, `rope`, `relu`, `add`,
 //! `max_pool2d`, `adaptive_avg_pool2d`, `upsample_nearest2d`, `upsample_bilinear2d`.
 
 mod activation;
@@ -84,6 +85,7 @@ mod state;
 pub mod stock_candle {}
 
 pub use activation::gelu::gelu;
+pub use activation::scalar::{elu, gelu_tanh, hard_swish, leaky_relu, mish, relu6, sigmoid, tanh};
 pub use activation::silu::{silu, swiglu};
 pub use activation::softmax::softmax;
 pub use attention::rope::{rope, rope_i, rope_thd};

@@ -18,16 +18,17 @@ use crate::graph::device;
 /// An unsupported dtype.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("gelu", [x])?;
-    if device::dispatches(&x) { dispatch::gelu(&x) } else { pointwise::apply::<Gelu>(x) }
+    if device::dispatches(&x) { dispatch::gelu(&x) } else { pointwise::apply(Gelu, x) }
 }
 
+#[derive(Clone, Copy)]
 struct Gelu;
 
 impl Activation for Gelu {
     const NAME: &'static str = "gelu";
 
     #[inline(always)]
-    fn at<T: Real>(x: T) -> (T, T) {
+    fn at<T: Real>(self, x: T) -> (T, T) {
         x.gelu()
     }
 }

@@ -20,7 +20,7 @@ use crate::graph::operator::{Input, Operator, apply2};
 /// An unsupported dtype.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
     let [x] = cast("silu", [x])?;
-    if device::dispatches(&x) { dispatch::silu(&x) } else { pointwise::apply::<Silu>(x) }
+    if device::dispatches(&x) { dispatch::silu(&x) } else { pointwise::apply(Silu, x) }
 }
 
 /// `silu(gate) * up` in one pass: the activation of SwiGLU, between its projections. Half-precision
@@ -58,13 +58,14 @@ fn silu_of<T: Real>(x: T) -> (T, T) {
     (low * sigmoid, sigmoid + bounded * sigmoid * (T::ONE - sigmoid))
 }
 
+#[derive(Clone, Copy)]
 struct Silu;
 
 impl Activation for Silu {
     const NAME: &'static str = "silu";
 
     #[inline(always)]
-    fn at<T: Real>(x: T) -> (T, T) {
+    fn at<T: Real>(self, x: T) -> (T, T) {
         silu_of(x)
     }
 }

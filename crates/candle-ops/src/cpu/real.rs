@@ -51,6 +51,9 @@ pub(crate) trait Real:
     /// `e^self`, vectorized where possible.
     fn quick_exp(self) -> Self;
 
+    /// The hyperbolic tangent, vectorized where possible.
+    fn quick_tanh(self) -> Self;
+
     /// GELU: `self` times the standard normal distribution function of it, and the derivative of
     /// that.
     fn gelu(self) -> (Self, Self);
@@ -129,6 +132,23 @@ impl Real for f32 {
         if self < -87.3 { 0.0 } else { e }
     }
 
+    /// Has an error of at most 3 ulp. Up to 0.625 in magnitude it is Cephes' polynomial (`tanhf`),
+    /// beyond `1 - 2 / (e^2x + 1)`.
+    #[inline(always)]
+    fn quick_tanh(self) -> Self {
+        let size = self.abs();
+        let square = self * self;
+        let mut series = -5.704_988_7e-3;
+        for factor in [2.063_909e-2, -5.373_971_6e-2, 1.333_144_2e-1, -0.333_332_8] {
+            series = series * square + factor;
+        }
+        let small = self + self * square * series;
+        // NaN takes the polynomial, which propagates it.
+        let bounded = if size > 10.0 { 10.0 } else { size };
+        let large = 1.0 - 2.0 / ((2.0 * bounded).quick_exp() + 1.0);
+        if size > 0.625 { large.copysign(self) } else { small }
+    }
+
     /// Abramowitz and Stegun's 7.1.26: `1 - erf(u)` is a polynomial in `1 / (1 + 0.3275911 u)`
     /// times `exp(-u^2)`, within 1.5e-7; the density needs the same exponential.
     #[inline(always)]
@@ -202,6 +222,10 @@ impl Real for f64 {
         self.exp()
     }
 
+    fn quick_tanh(self) -> Self {
+        self.tanh()
+    }
+
     fn gelu(self) -> (Self, Self) {
         let probability = 0.5 * erfc_f64(-self * std::f64::consts::FRAC_1_SQRT_2);
         // Clamped as above.
@@ -250,6 +274,18 @@ fn cast<S: CastTo<D>, D: Copy + Default>(values: &[S]) -> Vec<D> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn quick_tanh_is_exact_to_three_ulp() {
+        for i in -120_000..=120_000 {
+            let x = i as f32 * 1e-4;
+            let (got, exact) = (f64::from(x.quick_tanh()), f64::from(x).tanh());
+            let ulp = f64::from(exact as f32).abs() * f64::from(f32::EPSILON);
+            assert!((got - exact).abs() <= 3.0 * ulp, "{x}: {got}, not {exact}");
+        }
+        assert_eq!([1e30_f32, f32::INFINITY, -1e30].map(Real::quick_tanh), [1.0, 1.0, -1.0]);
+        assert!(Real::quick_tanh(f32::NAN).is_nan());
+    }
 
     #[test]
     fn quick_exp_is_exact_to_two_ulp() {

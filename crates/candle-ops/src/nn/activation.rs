@@ -36,17 +36,17 @@ impl Module for Activation {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match *self {
             Self::Gelu => crate::gelu(xs),
-            Self::NewGelu | Self::GeluPytorchTanh => xs.gelu(),
+            Self::NewGelu | Self::GeluPytorchTanh => crate::gelu_tanh(xs),
             Self::Relu => crate::relu(xs),
             Self::Relu2 => crate::relu(xs)?.sqr(),
-            Self::Relu6 => xs.clamp(0f32, 6f32),
+            Self::Relu6 => crate::relu6(xs),
             Self::Silu | Self::Swish => ops::silu(xs),
             Self::Sigmoid => ops::sigmoid(xs),
             Self::HardSigmoid => ops::hard_sigmoid(xs),
             Self::Swiglu => ops::swiglu(xs),
-            Self::HardSwish => xs * ops::hard_sigmoid(xs)?,
+            Self::HardSwish => crate::hard_swish(xs),
             Self::Mish => ops::mish(xs),
-            Self::Elu(alpha) => xs.elu(alpha),
+            Self::Elu(alpha) => crate::elu(xs, alpha),
             Self::LeakyRelu(negative_slope) => ops::leaky_relu(xs, negative_slope),
         }
     }

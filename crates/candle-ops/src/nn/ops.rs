@@ -4,14 +4,14 @@
 use candle_core::shape::Dim;
 use candle_core::{D, ModuleT, Result, Tensor, bail};
 pub use candle_nn::ops::{
-    Identity, hard_sigmoid, leaky_relu, log_softmax, mish, pixel_shuffle, pixel_unshuffle,
-    replication_pad2d, selu, sigmoid,
+    Identity, hard_sigmoid, log_softmax, pixel_shuffle, pixel_unshuffle, replication_pad2d, selu,
 };
 
 use crate::SdpaOptions;
 use crate::context::{self, Mode};
 pub use crate::{
-    layer_norm, layer_norm as layer_norm_slow, rms_norm, rms_norm as rms_norm_slow, silu,
+    layer_norm, layer_norm as layer_norm_slow, leaky_relu, mish, rms_norm,
+    rms_norm as rms_norm_slow, sigmoid, silu,
 };
 
 /// [`softmax`](crate::softmax) over a dimension.

@@ -83,6 +83,63 @@ fn silu_is_candles() {
 }
 
 #[test]
+fn simple_activations_are_candles() {
+    type Op = fn(&Tensor) -> Result<Tensor>;
+    let all: [(&str, Op, Op); 8] = [
+        ("tanh", tanh, Tensor::tanh),
+        ("sigmoid", sigmoid, candle_nn::ops::sigmoid),
+        ("gelu_tanh", gelu_tanh, Tensor::gelu),
+        ("leaky_relu", |x| leaky_relu(x, 0.2), |x| candle_nn::ops::leaky_relu(x, 0.2)),
+        ("elu", |x| elu(x, 0.7), |x| x.elu(0.7)),
+        ("mish", mish, candle_nn::ops::mish),
+        ("hard_swish", hard_swish, |x| x * candle_nn::ops::hard_sigmoid(x)?),
+        ("relu6", relu6, |x| x.clamp(0f64, 6f64)),
+    ];
+    let inputs = [(values("x", &[3, 50]) * 5.0).unwrap()];
+    for (what, ours, stock) in all {
+        let ours = |t: &[Tensor]| ours(&t[0]);
+        assert_same(what, &inputs, ours, |t| stock(&t[0]));
+        assert_rounds_once(what, &inputs, ours);
+        assert_differentiates(what, &inputs, ours);
+    }
+}
+
+/// Values and derivatives of PyTorch 2.15; limits where it has NaN.
+#[test]
+fn simple_activations_of_extremes() {
+    type Op = fn(&Tensor) -> Result<Tensor>;
+    let (inf, x) = (f32::INFINITY, [f32::NAN, f32::INFINITY, 1e30, f32::NEG_INFINITY, -1e30, 0.0]);
+    let cases: [(&str, Op, [f32; 5], [f32; 5]); 8] = [
+        ("tanh", tanh, [1.0, 1.0, -1.0, -1.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]),
+        ("sigmoid", sigmoid, [1.0, 1.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.0, 0.25]),
+        ("gelu_tanh", gelu_tanh, [inf, 1e30, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.5]),
+        (
+            "leaky_relu",
+            |x| leaky_relu(x, 0.25),
+            [inf, 1e30, -inf, -2.5e29, 0.0],
+            [1.0, 1.0, 0.25, 0.25, 0.25],
+        ),
+        ("elu", |x| elu(x, 0.5), [inf, 1e30, -0.5, -0.5, 0.0], [1.0, 1.0, 0.0, 0.0, 0.5]),
+        ("mish", mish, [inf, 1e30, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.6]),
+        ("hard_swish", hard_swish, [inf, 1e30, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 0.5]),
+        ("relu6", relu6, [6.0, 6.0, 0.0, 0.0, 0.0], [0.0; 5]),
+    ];
+    for (what, op, y_wanted, dx_wanted) in cases {
+        let run = || {
+            let x = Var::new(&x, &Device::Cpu).unwrap();
+            let y = op(&x).unwrap();
+            let dx = y.sum_all().unwrap().backward().unwrap();
+            (flat(&y), flat(dx.get(&x).unwrap()))
+        };
+        for (y, dx) in [run(), composed(run)] {
+            let near = |(a, b): (&f32, &f32)| a == b || (a - b).abs() < 1e-6 * b.abs().max(1.0);
+            assert!(y[0].is_nan() && y[1..].iter().zip(&y_wanted).all(near), "{what}: {y:?}");
+            assert!(dx[1..].iter().zip(&dx_wanted).all(near), "{what}: {dx:?}");
+        }
+    }
+}
+
+#[test]
 fn swiglu_is_a_gate_times_the_other() {
     let inputs = [(values("gate", &[3, 50]) * 5.0).unwrap(), values("up", &[3, 50])];
     let ours = |t: &[Tensor]| swiglu(&t[0], &t[1]);

@@ -38,6 +38,10 @@ fn every_instruction_set_gives_the_same_bits() {
         let one = std::slice::from_ref(&x);
         assert_same_bits("gelu", one, |t| gelu(&t[0]));
         assert_same_bits("silu", one, |t| silu(&t[0]));
+        assert_same_bits("tanh", one, |t| tanh(&t[0]));
+        assert_same_bits("gelu_tanh", one, |t| gelu_tanh(&t[0]));
+        assert_same_bits("elu", one, |t| elu(&t[0], 1.0));
+        assert_same_bits("mish", one, |t| mish(&t[0]));
         assert_same_bits("softmax", one, |t| softmax(&t[0]));
         let labels =
             Tensor::from_vec(vec![0_i64, width as i64 - 1, 0, 0], 4, &Device::Cpu).unwrap();

@@ -196,6 +196,7 @@ const DATA_FOLDERS: &[&str] = &[
     "image_folder",
     "loader",
     "stream",
+    "tokens",
     "metrics",
 ];
 

@@ -124,6 +124,18 @@ impl<D: Dataset + ?Sized> Dataset for Arc<D> {
     }
 }
 
+/// Samples in memory.
+impl Dataset for Vec<Sample> {
+    fn len(&self) -> usize {
+        self.len()
+    }
+
+    fn sample(&self, index: usize, _: &mut SampleRng) -> Result<Sample, BoxError> {
+        let sample = self.get(index).cloned();
+        sample.ok_or_else(|| format!("there are only {} samples", self.len()).into())
+    }
+}
+
 /// A request for a sample, with the source of its random numbers: a function of seed, pass and
 /// index only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,6 +187,16 @@ mod tests {
             }
         }
         assert_eq!(Wrapper::<Vec<Draw>>(std::marker::PhantomData).name(), "Wrapper");
+    }
+
+    #[test]
+    fn samples_in_memory_are_a_data_set() {
+        let sample = |x: i64| Sample::new().with("x", crate::Array::scalar(x));
+        let data: &dyn Dataset = &vec![sample(3), sample(5)];
+        assert_eq!((data.len(), data.name()), (2, "Vec"));
+        assert_eq!(data.sample(1, &mut Draw::from(1).random()).unwrap(), sample(5));
+        let error = data.batch(&[Draw::from(2)]).unwrap_err().to_string();
+        assert!(error.ends_with("sample 2: there are only 2 samples"), "{error}");
     }
 
     /// Notes the number that it draws in a field of the batch.

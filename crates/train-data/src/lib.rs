@@ -2,9 +2,10 @@
 //!
 //! A [`Dataset`] makes [`Sample`]s by index, a [`DataLoader`] cuts a [`DefaultSampler`]'s order
 //! into [`Batch`]es: named, shaped arrays in host memory. A [`Stream`] reads samples without a
-//! length from shards, and a [`StreamLoader`] makes batches of them. [`transforms`] change samples
-//! and batches. [`Workers`] does work on threads ahead of time, in order. [`metrics`] are sums over
-//! a data set that ranks add up. There is no training loop, tensor or collective here.
+//! length from shards, and a [`StreamLoader`] makes batches of them. [`tokens`] are files of
+//! tokens. [`transforms`] change samples and batches. [`Workers`] does work on threads ahead of
+//! time, in order. [`metrics`] are sums over a data set that ranks add up. There is no training
+//! loop, tensor or collective here.
 
 // docs.rs notes at each item the feature that it needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -20,6 +21,7 @@ pub mod metrics;
 mod named;
 mod sampler;
 pub mod stream;
+pub mod tokens;
 pub mod transforms;
 mod workers;
 

@@ -68,9 +68,17 @@ pub use loader::StreamLoader;
 pub use parquet::ParquetFiles;
 pub use position::{StreamLayout, StreamPosition};
 use reader::{Origin, Reader};
+#[cfg(feature = "tokenizers")]
+pub(crate) use source::FileState;
 pub use source::{Records, Shard, Source};
 pub use tar::TarFiles;
 pub use text::TextFiles;
+
+/// FNV-1a hash of bytes.
+#[cfg(feature = "tokenizers")]
+pub(crate) fn checksum(bytes: &[u8]) -> u64 {
+    position::hash(position::HASH, bytes)
+}
 
 use crate::transforms::Transform;
 use crate::workers::{IS_STOPPED, catch, is_stopped};

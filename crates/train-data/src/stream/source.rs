@@ -201,6 +201,33 @@ impl Files {
     pub(super) fn checksum(&self, shard: usize) -> u64 {
         self.listed[shard].checksum
     }
+
+    /// States of the files when they were listed.
+    #[cfg(feature = "tokenizers")]
+    pub(super) fn states(&self) -> Vec<FileState> {
+        let states = self.shards.iter().zip(&self.listed).map(|(shard, listed)| {
+            let since_epoch = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).ok();
+            FileState {
+                name: shard.name.clone(),
+                bytes: listed.bytes,
+                modified: listed.modified.and_then(since_epoch),
+                checksum: listed.checksum,
+            }
+        });
+        states.collect()
+    }
+}
+
+/// State of a file: other ones have another content, as far as a file's metadata and its first,
+/// middle and last block show.
+#[cfg(feature = "tokenizers")]
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub(crate) struct FileState {
+    name: String,
+    bytes: u64,
+    /// Time of modification, since 1970.
+    modified: Option<std::time::Duration>,
+    checksum: u64,
 }
 
 fn state(path: &Path) -> Result<Listed> {

@@ -1,6 +1,8 @@
 //! `TextFiles`: each line of a text file is a record.
 
 use super::input::{Input, MAX_RECORD};
+#[cfg(feature = "tokenizers")]
+use super::source::FileState;
 use super::source::{Files, Records, Shard, Source};
 use crate::{Array, BoxError, Result, Sample};
 
@@ -35,6 +37,12 @@ impl TextFiles {
     #[must_use]
     pub fn skip_blank(self) -> Self {
         Self { skips_blank: true, ..self }
+    }
+
+    /// States of the files when they were listed.
+    #[cfg(feature = "tokenizers")]
+    pub(crate) fn states(&self) -> Vec<FileState> {
+        self.files.states()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Fully connected layers.
 
 use candle_core::{Module, Result, Tensor};
-use candle_nn::VarBuilder;
+use candle_nn::{Init, VarBuilder};
 
 use super::lora::{self, Adapter};
 use super::parameter::parameter;
@@ -80,10 +80,20 @@ pub fn linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder<'_>) -> Resu
 ///
 /// Errors of the builder; a parameter larger than the memory.
 pub fn linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder<'_>) -> Result<Linear> {
-    let init = within_fan_in(in_dim);
+    linear_init(in_dim, out_dim, bias, [within_fan_in(in_dim); 2], vb)
+}
+
+/// Like [`linear_b`], with other initial values of weight and bias.
+pub(super) fn linear_init(
+    in_dim: usize,
+    out_dim: usize,
+    bias: bool,
+    [init, bias_init]: [Init; 2],
+    vb: VarBuilder<'_>,
+) -> Result<Linear> {
     let own = || {
         let weight = parameter((out_dim, in_dim), "weight", init, &vb)?;
-        Ok((weight, bias.then(|| parameter(out_dim, "bias", init, &vb)).transpose()?))
+        Ok((weight, bias.then(|| parameter(out_dim, "bias", bias_init, &vb)).transpose()?))
     };
     let ((weight, bias), adapter) = lora::build((in_dim, out_dim), &vb, own)?;
     if adapter.is_none() {

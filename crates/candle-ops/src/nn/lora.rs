@@ -11,9 +11,13 @@
 //! are those without adapters. [`merged`] returns the weight of a plain layer with the same result.
 
 use std::cell::RefCell;
+use std::collections::{BTreeSet, HashMap};
+use std::path::Path;
+use std::sync::PoisonError;
 
-use candle_core::{Result, Tensor, bail};
-use candle_nn::{Init, VarBuilder};
+use candle_core::{Error, Result, Tensor, bail, safetensors};
+use candle_nn::{Init, VarBuilder, VarMap};
+use serde_json::json;
 
 use super::parameter::parameter;
 use super::within_fan_in;
@@ -112,6 +116,12 @@ fn listed(layers: &[String]) -> String {
 /// Maximum number of names in an error.
 const LISTED: usize = 16;
 
+/// Whether a model with adapters is under construction on the calling thread.
+#[must_use]
+pub fn is_building() -> bool {
+    BUILDING.with_borrow(Option::is_some)
+}
+
 /// Whether the builder is being asked for the weight or bias of a layer with an adapter, to which
 /// that layer gives no gradient.
 #[must_use]
@@ -170,6 +180,43 @@ pub fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Ten
     let dtype = if weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let [wide, a, b] = [weight, a, b].map(|tensor| tensor.detach().to_dtype(dtype));
     (wide? + (b?.matmul(&a?)? * scale)?)?.to_dtype(weight.dtype())
+}
+
+/// Writes the adapters among the variables as PEFT's `adapter_model.safetensors` and
+/// `adapter_config.json`, which `PeftModel.from_pretrained` loads onto the model that they were
+/// trained on.
+///
+/// # Errors
+///
+/// Variables without an adapter; files that cannot be written.
+pub fn save_peft(vars: &VarMap, options: &LoraOptions, directory: impl AsRef<Path>) -> Result<()> {
+    let directory = directory.as_ref();
+    let failed = |why| Error::msg(format!("{}: {why}", directory.display()));
+    let all = vars.data().lock().unwrap_or_else(PoisonError::into_inner);
+    let adapters = all.iter().filter(|(name, _)| is_adapter(name));
+    let tensors: HashMap<String, Tensor> = adapters
+        .map(|(name, var)| (format!("base_model.model.{name}"), var.as_tensor().clone()))
+        .collect();
+    let layers = all.keys().filter_map(|name| name.strip_suffix(&format!(".{A}.weight")));
+    let layers: BTreeSet<&str> = layers.collect();
+    if layers.is_empty() {
+        bail!("lora: the variables have no adapter to save");
+    }
+    let config = json!({
+        "peft_type": "LORA",
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "lora_dropout": options.dropout,
+        "target_modules": layers,
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "inference_mode": true,
+        "task_type": null,
+        "base_model_name_or_path": null,
+    });
+    std::fs::create_dir_all(directory).map_err(failed)?;
+    safetensors::save(&tensors, directory.join("adapter_model.safetensors"))?;
+    std::fs::write(directory.join("adapter_config.json"), format!("{config:#}")).map_err(failed)
 }
 
 /// The adapter of a layer.

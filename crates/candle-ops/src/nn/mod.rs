@@ -57,13 +57,17 @@ pub mod activation;
 pub mod batch_norm;
 pub mod conv;
 pub mod embedding;
+pub mod generate;
 pub mod group_norm;
 pub mod layer_norm;
 pub mod linear;
+pub mod llama;
+mod llama_config;
 pub mod lora;
 pub mod loss;
 pub mod ops;
 mod parameter;
+mod pretrained;
 pub mod rotary_emb;
 pub mod sampling;
 mod seeded;
@@ -84,14 +88,18 @@ pub use conv::{
     conv_transpose2d, conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
 };
 pub use embedding::{Embedding, embedding};
+pub use generate::GenerateOptions;
 pub use group_norm::{GroupNorm, group_norm};
 pub use layer_norm::{
     LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
 };
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
+pub use llama::{Llama, LlamaCache};
+pub use llama_config::{Llama3RopeScaling, LlamaConfig};
 pub use lora::{LoraOptions, lora};
 pub use ops::Dropout;
 pub use parameter::check_size;
+pub use pretrained::pretrained;
 pub use seeded::{initial_values, seeded};
 
 use self::parameter::parameter_of;

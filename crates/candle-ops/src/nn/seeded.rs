@@ -35,14 +35,27 @@ use super::check_size;
 /// ```
 #[must_use]
 pub fn seeded(vars: &VarMap, seed: u64, dtype: DType, device: &Device) -> VarBuilder<'static> {
-    let backend = Seeded { vars: vars.clone(), seed };
-    VarBuilder::from_backend(Box::new(backend), dtype, device.clone())
+    VarBuilder::from_backend(Box::new(Seeded::new(vars, seed)), dtype, device.clone())
 }
 
 /// Draws the variables that its map does not have.
-struct Seeded {
+pub(super) struct Seeded {
     vars: VarMap,
     seed: u64,
+}
+
+impl Seeded {
+    pub(super) fn new(vars: &VarMap, seed: u64) -> Self {
+        Self { vars: vars.clone(), seed }
+    }
+
+    /// Adds a variable to the map.
+    pub(super) fn insert(&self, name: &str, values: &Tensor) -> Result<()> {
+        let var = Var::from_tensor(values)?;
+        let mut all = self.vars.data().lock().unwrap_or_else(PoisonError::into_inner);
+        all.insert(name.to_owned(), var);
+        Ok(())
+    }
 }
 
 impl SimpleBackend for Seeded {
@@ -59,9 +72,7 @@ impl SimpleBackend for Seeded {
             check_size(name, &shape, dtype, &Device::Cpu)?;
             let values = initial_values(init, &shape, self.seed, name);
             let values = Tensor::from_vec(values, &shape, &Device::Cpu)?.to_dtype(dtype)?;
-            let var = Var::from_tensor(&values.to_device(device)?)?;
-            let mut all = self.vars.data().lock().unwrap_or_else(PoisonError::into_inner);
-            all.insert(name.to_owned(), var);
+            self.insert(name, &values.to_device(device)?)?;
         }
         self.vars.get(shape, name, init, dtype, device)
     }

@@ -35,7 +35,7 @@ pub(crate) fn join(host: &str, port: u16) -> String {
 /// # Errors
 ///
 /// [`Error::Options`] with the flag, name, port and reason.
-pub(crate) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> {
+pub(crate) fn resolve(flag: &'static str, host: &str, port: u16) -> Result<Vec<IpAddr>> {
     let timeout = match std::env::var_os("KUBERNETES_SERVICE_HOST") {
         Some(_) => POD_RESOLVE_TIMEOUT,
         None => Duration::ZERO,
@@ -43,9 +43,10 @@ pub(crate) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> 
     let look_up = || Ok((host, port).to_socket_addrs()?.map(|addr| addr.ip()).collect());
     repeat(timeout, look_up).map_err(|why| {
         let at = join(host, port);
-        Error::Options(format!(
+        let text = format!(
             "{flag} {host} (for {at}): {why}; use an address, or a name that resolves on all nodes"
-        ))
+        );
+        Error::options(flag, text).caused_by(why)
     })
 }
 
@@ -53,13 +54,13 @@ pub(crate) fn resolve(flag: &str, host: &str, port: u16) -> Result<Vec<IpAddr>> 
 fn repeat(
     timeout: Duration,
     look_up: impl Fn() -> io::Result<Vec<IpAddr>>,
-) -> Result<Vec<IpAddr>, String> {
+) -> io::Result<Vec<IpAddr>> {
     let start = Instant::now();
     loop {
         let why = match look_up() {
-            Ok(found) if found.is_empty() => "the name has no address".to_owned(),
+            Ok(found) if found.is_empty() => io::Error::other("the name has no address"),
             Ok(found) => return Ok(found),
-            Err(error) => error.to_string(),
+            Err(error) => error,
         };
         if start.elapsed() >= timeout {
             return Err(why);
@@ -123,8 +124,11 @@ mod tests {
 
     #[test]
     fn unknown_name_is_an_error_at_once() {
-        let error =
-            resolve("--master-addr", "no-such-host.invalid", 29500).unwrap_err().to_string();
+        let error = resolve("--master-addr", "no-such-host.invalid", 29500).unwrap_err();
+        let Error::Options { option, source: Some(cause), .. } = &error else { panic!("{error}") };
+        assert_eq!(*option, "--master-addr");
+        assert!(cause.is::<io::Error>(), "{cause}");
+        let error = error.to_string();
         assert!(error.contains("--master-addr no-such-host.invalid"), "{error}");
         assert!(error.contains("29500"), "{error}");
     }
@@ -140,7 +144,7 @@ mod tests {
                 _ => Ok(vec![own]),
             }
         };
-        assert_eq!(repeat(POD_RESOLVE_TIMEOUT, look_up), Ok(vec![own]));
+        assert_eq!(repeat(POD_RESOLVE_TIMEOUT, look_up).unwrap(), [own]);
         calls.set(0);
         assert!(repeat(Duration::ZERO, look_up).is_err());
         assert_eq!(calls.get(), 1);

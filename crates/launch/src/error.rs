@@ -7,11 +7,28 @@ use rustix::io::Errno;
 #[non_exhaustive]
 pub enum Error {
     /// The options are invalid, or contradict each other or those of another node.
-    #[error("{0}")]
-    Options(String),
-    /// The rendezvous of the nodes failed; the text names the address and the missing nodes.
-    #[error("{0}")]
-    Rendezvous(String),
+    #[error("{message}")]
+    Options {
+        /// The flag, for example `--node-rank`, or the environment variable. Of several that
+        /// contradict each other, the first that `message` names. Also for an option that a program
+        /// has set in [`LaunchOptions`](crate::LaunchOptions).
+        option: &'static str,
+        /// The option's value, the reason and the remedy.
+        message: String,
+        /// The error of the name lookup, if a host name does not resolve.
+        source: Option<Cause>,
+    },
+    /// The rendezvous of the nodes failed.
+    #[error("{message}")]
+    Rendezvous {
+        /// The address of the control store, `host:port`; `None` if a record in it cannot be
+        /// parsed.
+        address: Option<String>,
+        /// The address, the missing nodes and the remedy.
+        message: String,
+        /// The error of the control store, if it did not answer, or of the parser.
+        source: Option<Cause>,
+    },
     /// A store cannot be hosted or reached.
     #[error(transparent)]
     Collective(#[from] collective::Error),
@@ -25,7 +42,27 @@ pub enum Error {
     },
 }
 
+/// The error that caused an [`Error`].
+type Cause = Box<dyn std::error::Error + Send + Sync>;
+
 impl Error {
+    pub(crate) fn options(option: &'static str, message: impl Into<String>) -> Self {
+        Self::Options { option, message: message.into(), source: None }
+    }
+
+    /// Returns the error for the control store at `address`.
+    pub(crate) fn rendezvous(address: String, message: impl Into<String>) -> Self {
+        Self::Rendezvous { address: Some(address), message: message.into(), source: None }
+    }
+
+    /// Adds the cause to [`Error::Options`] or [`Error::Rendezvous`].
+    pub(crate) fn caused_by(mut self, cause: impl Into<Cause>) -> Self {
+        if let Self::Options { source, .. } | Self::Rendezvous { source, .. } = &mut self {
+            *source = Some(cause.into());
+        }
+        self
+    }
+
     /// Converts an operating-system error of the operation `what` to [`Error::Io`].
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();

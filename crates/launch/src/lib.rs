@@ -106,7 +106,10 @@ pub fn launch(options: LaunchOptions) -> Result<i32> {
 /// As [`launch`].
 pub fn launch_to(options: LaunchOptions, stdout: Sink, stderr: Sink) -> Result<i32> {
     if options.nproc_per_node == 0 {
-        return Err(Error::Options("nproc_per_node is 0, but must be at least 1".to_owned()));
+        return Err(Error::options(
+            "--nproc-per-node",
+            "nproc_per_node is 0, but must be at least 1",
+        ));
     }
     let (sender, events) = channel();
     let _signals = SignalThread::start(sender.clone(), &options.signals)?;

@@ -126,7 +126,7 @@ impl LaunchArgs {
         let mut options = LaunchOptions::new(self.nproc_per_node, args);
         options.program = program;
         options.reap_all = true;
-        let (nodes, ignored) = self.nodes().map_err(Error::Options)?;
+        let (nodes, ignored) = self.nodes()?;
         if let Some(ignored) = ignored {
             // Standard error may be closed; the message is not essential.
             let _ = writeln!(io::stderr(), "launch: {ignored}");
@@ -139,7 +139,7 @@ impl LaunchArgs {
         options.rdzv = self.rdzv_conf;
         let timeout = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT";
         let inherited = variable(timeout).map(|text| {
-            seconds(&text).map_err(|error| Error::Options(format!("{timeout}: {error}")))
+            seconds(&text).map_err(|error| Error::options(timeout, format!("{timeout}: {error}")))
         });
         options.grace = self.shutdown_timeout.or(inherited.transpose()?).unwrap_or(options.grace);
         options.signals = self.signals_to_handle.unwrap_or(options.signals);
@@ -156,7 +156,7 @@ impl LaunchArgs {
     }
 
     /// Returns the nodes, and a message about ignored flags (those that torchrun ignores).
-    fn nodes(&self) -> Result<(Nodes, Option<String>), String> {
+    fn nodes(&self) -> Result<(Nodes, Option<String>)> {
         let (min, max) = self.nnodes;
         let endpoint = self.rdzv_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty());
         // torchrun's default is `static`, with which --rdzv-endpoint is the address of the master.
@@ -171,7 +171,8 @@ impl LaunchArgs {
         let rank = ("--node-rank", self.node_rank.is_some());
         if self.standalone {
             if (min, max) != (1, 1) {
-                return Err(format!("--standalone means one node, but --nnodes is {min}:{max}"));
+                let text = format!("--standalone means one node, but --nnodes is {min}:{max}");
+                return Err(Error::options("--standalone", text));
             }
             let [addr, port] = master;
             let backend = ("--rdzv-backend", self.rdzv_backend.is_some());
@@ -184,9 +185,10 @@ impl LaunchArgs {
             return Ok((elastic((min, max), endpoint)?, ignored(&[rank, addr, port], why)));
         }
         if min != max {
-            return Err(format!(
+            let text = format!(
                 "--nnodes {min}:{max} is elastic and needs --rdzv-backend c10d with --rdzv-endpoint HOST:PORT"
-            ));
+            );
+            return Err(Error::options("--nnodes", text));
         }
         let Some(endpoint) = endpoint else {
             return Ok((self.fixed(max, self.master_addr.clone(), self.master_port)?, None));
@@ -202,54 +204,64 @@ impl LaunchArgs {
         count: usize,
         master_addr: Option<String>,
         master_port: Option<u16>,
-    ) -> Result<Nodes, String> {
+    ) -> Result<Nodes> {
         let rank = self.node_rank.unwrap_or(0);
         if rank >= count {
-            return Err(format!("--node-rank {rank} is not below --nnodes {count}"));
+            let text = format!("--node-rank {rank} is not below --nnodes {count}");
+            return Err(Error::options("--node-rank", text));
         }
         if count == 1 && master_addr.is_none() && master_port.is_none() {
             return Ok(Nodes::One);
         }
         if count > 1 && (self.node_rank.is_none() || master_addr.is_none()) {
-            return Err(format!(
+            let text = format!(
                 "--nnodes {count} needs --node-rank and --master-addr (or --rdzv-endpoint) on every node"
-            ));
+            );
+            return Err(Error::options("--nnodes", text));
         }
         let master_addr = master_addr.unwrap_or_else(|| "127.0.0.1".to_owned());
         let free = if count == 1 { 0 } else { 29500 };
         let master_port = master_port.unwrap_or(free);
         if master_port == 0 && count > 1 {
-            return Err(
-                "--master-port 0 needs --nnodes 1: other nodes cannot know which port is chosen"
-                    .to_owned(),
-            );
+            return Err(Error::options(
+                "--master-port",
+                "--master-port 0 needs --nnodes 1: other nodes cannot know which port is chosen",
+            ));
         }
         Ok(Nodes::Fixed { count, rank, master_addr, master_port })
     }
 }
 
 /// Returns an elastic number of nodes that meet at `endpoint`.
-fn elastic((min, max): (usize, usize), endpoint: Option<&str>) -> Result<Nodes, String> {
+fn elastic((min, max): (usize, usize), endpoint: Option<&str>) -> Result<Nodes> {
     let Some(endpoint) = endpoint else {
         return match max {
             1 => Ok(Nodes::One),
-            _ => Err("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT".to_owned()),
+            _ => Err(Error::options(
+                "--rdzv-backend",
+                "--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT",
+            )),
         };
     };
     let (host, port) = host_port(endpoint)?;
     match port.unwrap_or(29400) {
         0 if max == 1 => Ok(Nodes::One),
-        0 => Err(format!(
-            "--rdzv-endpoint {endpoint}: port 0 needs --nnodes 1: other nodes cannot know which port is chosen"
+        0 => Err(Error::options(
+            "--rdzv-endpoint",
+            format!(
+                "--rdzv-endpoint {endpoint}: port 0 needs --nnodes 1: other nodes cannot know which port is chosen"
+            ),
         )),
         port => Ok(Nodes::Elastic { min, max, host, port }),
     }
 }
 
-fn host_port(endpoint: &str) -> Result<(String, Option<u16>), String> {
+fn host_port(endpoint: &str) -> Result<(String, Option<u16>)> {
     let split = split_host_port(endpoint).map(|(host, port)| (host.to_owned(), port));
     split.ok_or_else(|| {
-        format!("--rdzv-endpoint {endpoint} is not HOST:PORT, nor [ADDRESS]:PORT for IPv6")
+        let text =
+            format!("--rdzv-endpoint {endpoint} is not HOST:PORT, nor [ADDRESS]:PORT for IPv6");
+        Error::options("--rdzv-endpoint", text)
     })
 }
 
@@ -529,6 +541,27 @@ mod tests {
             for name in names {
                 assert!(error.contains(name), "{flags}: {error}");
             }
+        }
+    }
+
+    #[test]
+    fn errors_have_the_flag_as_a_field() {
+        for (flags, named) in [
+            ("--standalone --nnodes 2", "--standalone"),
+            ("--nnodes 2", "--nnodes"),
+            ("--nnodes 1:2", "--nnodes"),
+            ("--nnodes 2 --node-rank 2 --master-addr h", "--node-rank"),
+            ("--nnodes 2 --node-rank 0 --master-addr h --master-port 0", "--master-port"),
+            ("--rdzv-endpoint h:x", "--rdzv-endpoint"),
+            ("--rdzv-endpoint h:0 --nnodes 2", "--rdzv-endpoint"),
+            ("--rdzv-backend c10d --nnodes 2", "--rdzv-backend"),
+        ] {
+            let words = ["launch"].into_iter().chain(flags.split(' ')).chain(["x"]);
+            let error = Cli::try_parse_from(words).unwrap().args.options(is_path).unwrap_err();
+            let Error::Options { option, message, source: None } = &error else {
+                panic!("{flags}: {error:?}")
+            };
+            assert_eq!((*option, message), (named, &error.to_string()), "{flags}");
         }
     }
 }

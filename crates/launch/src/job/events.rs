@@ -88,7 +88,7 @@ impl SignalThread {
             let text = format!(
                 "signal {signal} cannot be caught and forwarded; remove it from the list of signals"
             );
-            return Err(Error::Options(text));
+            return Err(Error::options("--signals-to-handle", text));
         }
         // If SIGCHLD is ignored, the kernel reaps the ranks; with the default action of SIGXFSZ, a
         // log file at the size limit ends the launcher. An empty handler prevents both, and ranks

@@ -63,7 +63,7 @@ mod tests {
         assert_eq!(contact.tolerate(silent()).unwrap(), None);
         assert_eq!(contact.tolerate(Ok(1)).unwrap(), Some(1));
         // Other errors do not go away.
-        assert!(contact.tolerate::<u8>(Err(Error::Options(String::new()))).is_err());
+        assert!(contact.tolerate::<u8>(Err(Error::options("--x", ""))).is_err());
         let mut answers = [silent(), Ok(2)].into_iter();
         assert_eq!(outlast(&patient, || answers.next().unwrap()).unwrap(), 2);
 

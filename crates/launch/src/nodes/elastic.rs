@@ -53,7 +53,7 @@ impl Elastic {
         if limits.0 == 0 || limits.0 > limits.1 {
             let (min, max) = limits;
             let text = format!("--nnodes {min}:{max} is not MIN:MAX with 1 <= MIN <= MAX");
-            return Err(Error::Options(text));
+            return Err(Error::options("--nnodes", text));
         }
         let host = address::bare(&host).to_owned();
         let local_addr = options.local_addr.as_deref().map(address::bare);
@@ -61,7 +61,7 @@ impl Elastic {
             && !address::is_local(&address::resolve("--local-addr", addr, 0)?)
         {
             let text = format!("--local-addr {addr} is not an address of this host");
-            return Err(Error::Options(text));
+            return Err(Error::options("--local-addr", text));
         }
         let found = address::resolve("--rdzv-endpoint", &host, port)?;
         let endpoint = Endpoint { host: &host, port, addrs: &found, one_host: limits.1 == 1 };
@@ -155,14 +155,16 @@ impl Elastic {
                 Action::Run(node) => return Ok(Continue(node)),
                 Action::Closed { .. } if !has_joined => {
                     let text = "the job has already ended; start a new one with another --rdzv-id";
-                    return Err(Error::Rendezvous(self.about(text)));
+                    return Err(self.error(text));
                 }
                 Action::Closed { code: code @ (0 | SAVED) } => return Ok(Break(code)),
                 Action::Closed { .. } => {
-                    return Err(Error::Rendezvous(self.about("the job has ended with a failure")));
+                    return Err(self.error("the job has ended with a failure"));
                 }
                 Action::TooFew if queue.signal.is_some() => return Ok(Break(0)),
-                Action::TooFew => return Err(Error::Rendezvous(self.too_few(start.elapsed()))),
+                Action::TooFew => {
+                    return Err(Error::rendezvous(self.endpoint(), self.too_few(start.elapsed())));
+                }
                 Action::Wait => {
                     notice.once(queue, || self.progress(start.elapsed()));
                     std::thread::sleep(PAUSE.min(self.options.rdzv.heartbeat));
@@ -202,12 +204,20 @@ impl Elastic {
         let Error::Collective(error) = error else { return error };
         let mut nodes = self.state.nodes.iter().chain(&self.state.waiting);
         let advice = super::advice(nodes.any(|node| node.hosts));
-        Error::Rendezvous(self.about(&format!("the control store is unreachable: {error}{advice}")))
+        self.error(&format!("the control store is unreachable: {error}{advice}")).caused_by(error)
+    }
+
+    /// Returns the address of the control store.
+    fn endpoint(&self) -> String {
+        address::join(&self.host, self.port)
+    }
+
+    fn error(&self, what: &str) -> Error {
+        Error::rendezvous(self.endpoint(), self.about(what))
     }
 
     fn about(&self, what: &str) -> String {
-        let at = address::join(&self.host, self.port);
-        format!("run {} at --rdzv-endpoint {at}: {what}", self.options.run_id)
+        format!("run {} at --rdzv-endpoint {}: {what}", self.options.run_id, self.endpoint())
     }
 
     /// Returns a message about the progress of the rendezvous.
@@ -336,7 +346,7 @@ impl Coordinator for Elastic {
                 if store.check(&[&format!("torch.rendezvous.{}", self.options.run_id)])? {
                     let text = "torchrun agents use this store, and an elastic job cannot include \
                                 them; start all its nodes with the same launcher";
-                    return Err(Error::Rendezvous(self.about(text)));
+                    return Err(self.error(text));
                 }
                 if self.me.addr.is_empty() {
                     self.me.addr = self.own_addr(&store);

@@ -75,7 +75,7 @@ impl Fixed {
     ) -> Result<Self> {
         if node >= count {
             let text = format!("--node-rank {node} is not below --nnodes {count}");
-            return Err(Error::Options(text));
+            return Err(Error::options("--node-rank", text));
         }
         let addr = address::bare(&addr).to_owned();
         let found = address::resolve("--master-addr", &addr, port)?;
@@ -185,10 +185,11 @@ impl Fixed {
 
     fn duplicate_rank(&self) -> Error {
         let (at, node) = (self.store_addr(), self.node);
-        Error::Options(format!(
+        let text = format!(
             "two launchers at {at} have --node-rank {node}; give each node its own rank, and use another \
              --master-port if another job already runs there"
-        ))
+        );
+        Error::options("--node-rank", text)
     }
 
     /// Waits for `keys`; false if a signal comes first. Another launcher with this node's rank is
@@ -209,7 +210,7 @@ impl Fixed {
                 return Err(self.duplicate_rank());
             }
             if start.elapsed() >= join {
-                return Err(Error::Rendezvous(self.missing(shared, start)));
+                return Err(Error::rendezvous(self.store_addr(), self.missing(shared, start)));
             }
             let missing = || format!("waiting for up to {join:?}: {}", self.missing(shared, start));
             notice.once(queue, missing);
@@ -320,9 +321,9 @@ impl Fixed {
         ] {
             if theirs != ours {
                 let (host, me) = (&agent.host, self.node);
-                return Err(Error::Options(format!(
-                    "{flag} is {ours} on node {me}, but {theirs} on node {node} ({host})"
-                )));
+                let text =
+                    format!("{flag} is {ours} on node {me}, but {theirs} on node {node} ({host})");
+                return Err(Error::options(flag, text));
             }
         }
         Ok(())
@@ -391,7 +392,7 @@ impl Fixed {
         let (at, waited, missing) = (self.store_addr(), start.elapsed(), missing.join(", "));
         let text =
             format!("after {waited:.1?} at {at}, nodes missing after the restart: {missing}");
-        Err(Error::Rendezvous(text))
+        Err(Error::rendezvous(at, text))
     }
 
     /// Waits for torchrun's agents, whose ranks may still need the store. Returns the name of an
@@ -505,10 +506,11 @@ fn host(
     }
     let at = address::join(addr, port);
     let list = found.iter().map(IpAddr::to_string).collect::<Vec<_>>().join(", ");
-    Err(Error::Options(format!(
+    let text = format!(
         "--master-addr {addr} ({list}) is not an address of this host, but --node-rank is 0; start \
          node 0 on that host, where the other nodes connect to {at}"
-    )))
+    );
+    Err(Error::options("--master-addr", text))
 }
 
 /// Timeout of torchrun's exit barrier.

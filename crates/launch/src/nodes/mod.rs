@@ -88,7 +88,7 @@ fn assign(nodes: &[(&str, usize)], node: usize) -> [usize; 4] {
 }
 
 /// Hosts the ranks' store of an attempt at a free port of this host.
-fn host_fresh(flag: &str, host: &str, one_host: bool) -> Result<TcpStoreServer> {
+fn host_fresh(flag: &'static str, host: &str, one_host: bool) -> Result<TcpStoreServer> {
     let addrs = &address::resolve(flag, host, 0)?[..];
     let endpoint = Endpoint { host, port: 0, addrs, one_host };
     Ok(TcpStoreServer::bind_endpoint(&endpoint, Vec::new())?)
@@ -111,7 +111,7 @@ fn connect(
                 let waited = start.elapsed();
                 if waited >= rdzv.join {
                     let why = format!("{who}: cannot connect after {waited:.1?}: {error}");
-                    return Err(Error::Rendezvous(why));
+                    return Err(Error::rendezvous(address::join(host, port), why).caused_by(error));
                 }
                 let most = rdzv.join;
                 notice.once(queue, || {
@@ -173,9 +173,10 @@ fn to_json<T: Serialize>(value: &T) -> Vec<u8> {
 
 fn from_json<'a, T: Deserialize<'a>>(what: &str, text: &'a [u8]) -> Result<T> {
     serde_json::from_slice(text).map_err(|error| {
-        Error::Rendezvous(format!(
+        let message = format!(
             "cannot parse {what} in the control store: {error}; check that all nodes run the same version"
-        ))
+        );
+        Error::Rendezvous { address: None, message, source: Some(error.into()) }
     })
 }
 

@@ -282,7 +282,7 @@ impl Round {
             }
             self.forward_signal(queue);
             if self.is_lost(&mut heartbeats, 0) {
-                return Err(Error::Rendezvous("it no longer sends heartbeats".to_owned()));
+                return Err(Error::rendezvous(self.store.addr(), "it no longer sends heartbeats"));
             }
         }
     }

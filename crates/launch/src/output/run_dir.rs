@@ -45,13 +45,14 @@ impl RunDir {
     /// Checks the options and creates the directory.
     pub(crate) fn new(options: &LaunchOptions) -> Result<Self> {
         let logs = options.logs.clone();
-        let named = [logs.redirects.last(), logs.tee.last()];
-        let shown = logs.shown.iter().flatten().copied();
         let ranks = options.nproc_per_node;
-        if let Some(rank) = named.into_iter().flatten().chain(shown).find(|&rank| rank >= ranks) {
+        let named = [("--redirects", logs.redirects.last()), ("--tee", logs.tee.last())];
+        let named = named.into_iter().filter_map(|(flag, rank)| Some((flag, rank?)));
+        let shown = logs.shown.iter().flatten().map(|&rank| ("--local-ranks-filter", rank));
+        if let Some((flag, rank)) = named.chain(shown).find(|&(_, rank)| rank >= ranks) {
             let flags = "--redirects, --tee or --local-ranks-filter";
             let text = format!("{flags}: no local rank {rank} (--nproc-per-node is {ranks})");
-            return Err(Error::Options(text));
+            return Err(Error::options(flag, text));
         }
         let temporary = logs.dir.is_none() && logs.redirects.is_none() && logs.tee.is_none();
         let random = random_number() as u32;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use launch::{LaunchOptions, launch};
+use launch::{Error, LaunchOptions, launch};
 
 use crate::common::is_gone;
 use crate::ranks::{run, soon};
@@ -136,7 +136,9 @@ fn local_ranks_filter_limits_the_console() {
     assert_eq!(ran.stderr.lines().count(), 2, "{}", ran.stderr);
     let mut options = LaunchOptions::new(2, ["x"]);
     options.logs.tee = "2:1".parse().unwrap();
-    let error = launch(options).unwrap_err().to_string();
+    let error = launch(options).unwrap_err();
+    assert!(matches!(error, Error::Options { option: "--tee", .. }), "{error:?}");
+    let error = error.to_string();
     assert!(error.contains("--tee") && error.contains("local rank 2"), "{error}");
 }
 

@@ -6,7 +6,9 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use launch::{LaunchOptions, launch, launch_to, record_failure, record_panics, tie_to_parent};
+use launch::{
+    Error, LaunchOptions, launch, launch_to, record_failure, record_panics, tie_to_parent,
+};
 
 use crate::common::is_gone;
 
@@ -191,7 +193,12 @@ fn missing_program_is_named_in_the_error() {
     options.program = Some("/no/such/program".into());
     let error = launch(options).unwrap_err().to_string();
     assert!(error.contains("/no/such/program") && error.contains("rank 0"), "{error}");
-    assert!(launch(LaunchOptions::new(0, ["x"])).is_err());
+    let error = launch(LaunchOptions::new(0, ["x"])).unwrap_err();
+    assert!(matches!(error, Error::Options { option: "--nproc-per-node", .. }), "{error:?}");
+    let mut options = LaunchOptions::new(1, ["x"]);
+    options.signals = vec![9];
+    let error = launch(options).unwrap_err();
+    assert!(matches!(error, Error::Options { option: "--signals-to-handle", .. }), "{error:?}");
 }
 
 #[test]

@@ -1,7 +1,10 @@
 //! Elastic jobs: nodes that join, leave and are lost, including the one that hosts the store.
 
+use std::error::Error as _;
+
 use collective::store::TcpStoreServer;
 
+use super::errors::is_rendezvous;
 use super::*;
 
 #[test]
@@ -28,7 +31,9 @@ fn too_few_nodes_are_an_error() {
     let port = free_port();
     let mut alone = options(1, "exit 0", elastic(2, 3, port));
     alone.rdzv.join = Duration::from_millis(500);
-    let error = run(alone).code.unwrap_err().to_string();
+    let error = run(alone).code.unwrap_err();
+    assert!(is_rendezvous(&error, port) && error.source().is_none(), "{error:?}");
+    let error = error.to_string();
     for part in ["fewer than 2 nodes", "other nodes: none", &format!("127.0.0.1:{port}")] {
         assert!(error.contains(part), "{part}: {error}");
     }
@@ -40,9 +45,13 @@ fn error_has_the_reason_for_not_hosting_the_control_store() {
     // The local port of a connection is taken, but does not accept connections.
     let client = TcpStream::connect(other.local_addr().unwrap()).unwrap();
     for (taken, listens) in [(client.local_addr(), false), (other.local_addr(), true)] {
-        let mut options = options(1, "exit 0", elastic(1, 2, taken.unwrap().port()));
+        let port = taken.unwrap().port();
+        let mut options = options(1, "exit 0", elastic(1, 2, port));
         options.rdzv.join = Duration::from_millis(700);
-        let error = run(options).code.unwrap_err().to_string();
+        let error = run(options).code.unwrap_err();
+        let cause = error.source().is_some_and(|cause| cause.is::<collective::Error>());
+        assert_eq!(is_rendezvous(&error, port) && cause, listens, "{error:?}");
+        let error = error.to_string();
         assert!(error.contains("the port is taken"), "{error}");
         // The launcher retries only if something listens at the port.
         assert_eq!(error.contains("cannot connect after"), listens, "{error}");

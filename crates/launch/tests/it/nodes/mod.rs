@@ -4,6 +4,7 @@
 //! them on simulated hosts. `TORCH_PYTHON` is a Python that can import torch; default: `python3`.
 
 mod elastic;
+mod errors;
 mod hosts;
 mod mixed;
 
@@ -14,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use collective::{GroupOptions, ReduceOp, Store, TcpStore, Topology, init_process_group};
-use launch::{LaunchOptions, Nodes, Result, launch, launch_to, record_failure};
+use launch::{Error, LaunchOptions, Nodes, Result, launch, launch_to, record_failure};
 
 use crate::common::is_gone;
 use crate::common::process::{Launcher, SOON, StoreProcess};
@@ -376,68 +377,6 @@ fn restart_of_all_nodes_has_a_new_store() {
     }
     assert_eq!(second(&ran[0], 0), second(&ran[1], 1));
     assert_ne!(second(&ran[0], 0), port.to_string());
-}
-
-#[test]
-fn missing_nodes_are_named_in_the_error() {
-    let port = free_port();
-    let mut alone = options(2, "exit 0", fixed(3, 0, port));
-    alone.rdzv.join = Duration::from_millis(700);
-    let error = run(alone).code.unwrap_err().to_string();
-    for part in ["still missing: 1, 2 ", "ranks 2, 3, 4, 5 ", &format!("127.0.0.1:{port}")] {
-        assert!(error.contains(part), "{part}: {error}");
-    }
-    let mut other = options(2, "exit 0", fixed(2, 1, port));
-    other.rdzv.join = Duration::from_millis(700);
-    let error = run(other).code.unwrap_err().to_string();
-    for part in ["node 1 of 2", "--master-addr", &format!("127.0.0.1:{port}")] {
-        assert!(error.contains(part), "{part}: {error}");
-    }
-}
-
-#[test]
-fn invalid_options_are_errors_at_once_that_name_the_flags() {
-    let start = Instant::now();
-    let refused = |nodes: Nodes, parts: &[&str]| {
-        let error = run(options(1, "exit 0", nodes)).code.unwrap_err().to_string();
-        for part in parts {
-            assert!(error.contains(part), "{part}: {error}");
-        }
-    };
-    // Reserved for documentation (RFC 5737, RFC 3849).
-    for addr in ["192.0.2.1", "2001:db8::1"] {
-        let at =
-            if addr.contains(':') { format!("[{addr}]:29876") } else { format!("{addr}:29876") };
-        refused(node(2, 0, addr, 29876), &["--master-addr", "not an address", &at, "other nodes"]);
-    }
-    let name = "no-such-host.invalid";
-    refused(node(2, 0, name, 29876), &["--master-addr", name, "29876"]);
-    refused(node(2, 1, name, 29876), &["--master-addr", name, "29876"]);
-    refused(node(2, 2, "127.0.0.1", 29876), &["--node-rank 2", "--nnodes 2"]);
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = taken.local_addr().unwrap().port();
-    refused(fixed(2, 0, port), &["taken", &format!("127.0.0.1:{port}")]);
-    assert!(start.elapsed() < SOON);
-}
-
-#[test]
-fn contradicting_options_of_nodes_are_errors() {
-    let port = free_port();
-    let twice = [0, 1, 1].map(|rank| options(1, "exit 0", fixed(3, rank, port)));
-    let mut twice = twice.to_vec();
-    twice.iter_mut().for_each(|options| options.rdzv.join = Duration::from_secs(3));
-    let ran = run_all(twice);
-    let errors: Vec<_> = ran.iter().map(|ran| ran.code.as_ref().unwrap_err().to_string()).collect();
-    let both = errors.iter().filter(|error| error.contains("have --node-rank 1")).count();
-    assert_eq!(both, 1, "{errors:?}");
-
-    let port = free_port();
-    let mut nodes = [0, 1].map(|rank| options(1, "exit 0", fixed(2, rank, port)));
-    nodes[1].max_restarts = 3;
-    for ran in run_all(nodes.to_vec()) {
-        let error = ran.code.unwrap_err().to_string();
-        assert!(error.contains("--max-restarts") && error.contains("node 1"), "{error}");
-    }
 }
 
 #[test]

@@ -196,6 +196,18 @@ impl std::fmt::Debug for Error {
 }
 
 impl Error {
+    /// Returns whether the failure of other ranks, or their absence, caused this error. The rank
+    /// that calls [`abort`](crate::ProcessGroup::abort) gets [`Aborted`](Self::Aborted), too.
+    pub fn is_caused_by_peer(&self) -> bool {
+        match self {
+            Self::Poisoned(first) => first.is_caused_by_peer(),
+            Self::PeerDied { .. } | Self::Aborted { .. } | Self::Timeout { .. } => true,
+            // The store ends with the process that hosts it.
+            Self::KeyTimeout { .. } | Self::Store { .. } | Self::Rendezvous { .. } => true,
+            _ => false,
+        }
+    }
+
     /// Wraps a system error with a description of the operation.
     pub(crate) fn io(what: impl Into<String>, error: &std::io::Error) -> Self {
         Self::Io { what: what.into(), text: error.to_string(), kind: error.kind() }

@@ -30,7 +30,8 @@
 //!   borrowed.
 //! * **Failures are recorded.** [`ProcessGroup::flight_record`] lists a rank's last calls and
 //!   their outcomes; with [`GroupOptions::with_flight_dir`] it is written to a file when the group
-//!   fails.
+//!   fails. If a peer caused that ([`Error::is_caused_by_peer`]), the rank says so in the
+//!   launcher's error file, `TORCHELASTIC_ERROR_FILE`, so that the peer is the root cause reported.
 //! * **A run can be watched.** A subscriber of `tracing` gets spans and events, listed
 //!   [below](#spans-and-events).
 //! * **Shared buffers are faster.** [`ProcessGroup::alloc`] returns memory shared by the ranks of

@@ -6,9 +6,9 @@
 //! fails, the others get a short time to report what they see (their collectives fail, too, and
 //! name the rank), then SIGTERM, then, after a grace period, SIGKILL. If restarts are left, all
 //! ranks are restarted. The exit code is that of the likely root cause: a rank killed by a signal,
-//! otherwise the earliest failure according to the ranks' error files (`rank::error_file`) or
-//! exits. If the launcher itself is killed, a guard process (`job::guard`) kills the ranks and
-//! their descendants and removes the temporary files.
+//! otherwise the earliest failure that no peer has caused, according to the ranks' error files
+//! (`rank::error_file`) or exits. If the launcher itself is killed, a guard process (`job::guard`)
+//! kills the ranks and their descendants and removes the temporary files.
 //!
 //! A rank that exits with [`EXIT_SAVED`] was interrupted by a signal or reached its time limit, and
 //! saved a checkpoint. This does not count as a failure and causes no restart, unless the rank
@@ -78,8 +78,8 @@ struct Readme;
 
 /// Runs the job and returns its exit code: 0 if every rank of every node exited with 0; 1 if a node
 /// was lost; otherwise that of the first rank killed by a signal (128 plus the signal number), or
-/// of the first rank that failed; [`EXIT_SAVED`] if no rank failed but ranks exited with it after
-/// an interrupt.
+/// of the first rank that failed by itself; [`EXIT_SAVED`] if no rank failed but ranks exited with
+/// it after an interrupt.
 ///
 /// Call this from the main thread at the end of the program: ranks may be tied to the thread that
 /// started them (see [`tie_to_parent`]), and from then on [signals](LaunchOptions::signals) are

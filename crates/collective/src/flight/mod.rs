@@ -2,9 +2,11 @@
 //!
 //! Every verb passes through it on the way to its backend. It keeps the last `CALLS` steps, is
 //! always on, and takes a lock and reads a clock twice per step. At the group's first failure it
-//! writes the record to a file, if a directory is set.
+//! writes the record to a file, if a directory is set, and tells the launcher if a peer caused it.
 
 mod clock;
+#[doc(hidden)]
+pub mod error_file;
 
 use std::fmt;
 use std::fs::{self, OpenOptions};
@@ -264,6 +266,11 @@ impl Recorder {
             name: "group_failed", target: "collective",
             group = group.as_str(), rank, %error, "the group has failed",
         );
+        // A rank that has aborted the group itself fails by its own error.
+        let is_own = matches!(error, Error::Aborted { by, .. } if by == rank);
+        if error.is_caused_by_peer() && !is_own {
+            error_file::record(&error.to_string(), error_file::Cause::Peer);
+        }
         let dir = self.dir.clone().or_else(|| Some(std::env::var_os(DIR)?.into()));
         if let Some(dir) = dir.filter(|dir| !dir.as_os_str().is_empty()) {
             // A failed write must not hide the group's failure.

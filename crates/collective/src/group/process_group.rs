@@ -14,7 +14,7 @@ use super::membership::{Membership, Origin};
 use super::verbs::{Message, Verbs};
 use crate::backend::{Backend, Wait, WaitPolicy, host, transport};
 use crate::device::DeviceCalls;
-use crate::flight::{FlightRecord, Recorder};
+use crate::flight::{FlightRecord, Recorder, error_file};
 use crate::memory::copy::copy_slice;
 use crate::op::blocks::{check_bytes, check_len, describe};
 #[cfg(feature = "sim")]
@@ -152,6 +152,7 @@ impl ProcessGroup {
     }
 
     pub(crate) fn new(backend: Arc<dyn Backend>, membership: Membership) -> Self {
+        error_file::withdraw();
         let queue = Arc::new(Queue::new(Arc::clone(&backend)));
         let recorder = Arc::new(Recorder::new(&*backend, &membership.options));
         debug!(

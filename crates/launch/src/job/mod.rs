@@ -66,6 +66,8 @@ pub(crate) struct Job {
     /// Whether the ranks received SIGTERM because of a failure: saving a checkpoint then does not
     /// prevent a restart.
     stopped_after_failure: bool,
+    /// When the launcher began to stop the ranks, in nanoseconds since 1970; `None` before.
+    stopped_at: Option<u64>,
     /// Processes that could not be ended, and why.
     survivors: Vec<String>,
     guard: Guard,
@@ -124,6 +126,7 @@ impl Job {
             stage: StopStage::Running,
             failed: false,
             stopped_after_failure: false,
+            stopped_at: None,
             survivors: Vec::new(),
             guard,
             run_dir,
@@ -142,6 +145,7 @@ impl Job {
         self.ranks.clear();
         self.stage = StopStage::Running;
         (self.failed, self.stopped_after_failure) = (false, false);
+        self.stopped_at = None;
         self.survivors.clear();
         self.queue.attempt = self.assignment.round;
         self.queue.remote = None;
@@ -284,6 +288,9 @@ impl Job {
         let failures = ranks.map(|(local, rank)| {
             let written = error_file::read(&rank.error_file);
             let (order, seen) = rank.exited.unwrap_or((usize::MAX, u64::MAX));
+            // The file was written before the exit, so a later timestamp is wrong.
+            let at = written.as_ref().and_then(|written| written.at).map(|at| at.min(seen));
+            let stopped = self.stopped_at.is_some_and(|stop| at.unwrap_or(seen) >= stop);
             Failure {
                 rank: self.assignment.first_rank + local,
                 pid: rank.child.id(),
@@ -291,12 +298,10 @@ impl Job {
                 code: summary::code(rank.status),
                 killed: rank.killed,
                 notified: rank.notified,
-                // The file was written before the exit, so a later timestamp is wrong. Without one,
-                // the failure preceded the detected exit, and other ranks may have reacted to it.
-                at: match written.as_ref().and_then(|written| written.at) {
-                    Some(at) => at.min(seen),
-                    None => seen.saturating_sub(DETECTION_DELAY_NS),
-                },
+                follows: stopped || written.as_ref().is_some_and(|written| written.by_peer),
+                // Without a file, the failure preceded the detected exit, and other ranks may have
+                // reacted to it.
+                at: at.unwrap_or_else(|| seen.saturating_sub(DETECTION_DELAY_NS)),
                 message: written.map(|written| written.message),
                 order,
             }

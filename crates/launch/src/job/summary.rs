@@ -23,6 +23,10 @@ pub(crate) struct Failure {
     pub(crate) code: i32,
     /// Whether it was ended by a signal that this launcher did not send.
     pub(crate) killed: bool,
+    /// Whether another rank's failure or absence caused it, according to its error file, or the
+    /// launcher had begun to stop the ranks.
+    #[serde(default)]
+    pub(crate) follows: bool,
     /// Whether its node already knew that another node had ended the attempt.
     pub(crate) notified: bool,
     /// Time of the failure in nanoseconds since 1970: from its error file, otherwise by its node's
@@ -35,9 +39,11 @@ pub(crate) struct Failure {
 impl Failure {
     /// Sort key, likely root cause first: a rank killed by a signal, since another rank's failure
     /// never causes that, and its peers may report it before the kernel has ended it; then a rank
-    /// of a node that did not yet know of a failure elsewhere; then the earliest.
-    fn key(&self) -> (bool, bool, u64, usize, usize) {
-        (!self.killed, self.notified, self.at, self.order, self.rank)
+    /// whose failure no other has caused: those that it causes may end before it, for example while
+    /// it prints a backtrace; then a rank of a node that did not yet know of a failure elsewhere;
+    /// then the earliest.
+    fn key(&self) -> (bool, bool, bool, u64, usize, usize) {
+        (!self.killed, self.follows, self.notified, self.at, self.order, self.rank)
     }
 }
 
@@ -214,7 +220,17 @@ mod tests {
 
     fn failure(rank: usize, killed: bool, notified: bool, at: u64) -> Failure {
         let how = "exit code 3".to_owned();
-        Failure { rank, pid: 7, how, message: None, code: 3, killed, notified, at, order: 0 }
+        Failure {
+            rank,
+            pid: 7,
+            how,
+            message: None,
+            code: 3,
+            killed,
+            notified,
+            at,
+            ..Failure::default()
+        }
     }
 
     fn outcome(failures: Vec<Failure>) -> Outcome {
@@ -227,6 +243,9 @@ mod tests {
         let first = outcome(vec![failure(3, false, false, 9)]);
         let summary = Summary::of(vec![notified.clone(), first], Vec::new());
         assert_eq!((summary.failures[0].rank, summary.failed, summary.ranks), (3, 3, 4));
+        let follows = Failure { follows: true, ..failure(4, false, false, 4) };
+        let summary = Summary::of(vec![notified.clone(), outcome(vec![follows])], Vec::new());
+        assert_eq!(summary.failures[0].rank, 0, "rank 4 failed because of another rank");
         let killed = outcome(vec![failure(2, true, true, 9)]);
         let summary = Summary::of(vec![notified, killed], Vec::new());
         assert_eq!(summary.failures[0].rank, 2, "a rank killed by a signal is the root cause");

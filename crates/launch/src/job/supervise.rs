@@ -176,6 +176,7 @@ impl Job {
 
     /// Sends the ranks a signal to end. The grace period starts at the first such signal.
     fn stop(&mut self, signal: Signal) {
+        self.stopped_at.get_or_insert_with(error_file::now);
         self.signal_ranks(signal);
         if matches!(self.stage, StopStage::Running | StopStage::Reporting(_)) {
             self.stage = StopStage::Stopping(Instant::now() + self.options.grace);
@@ -183,6 +184,7 @@ impl Job {
     }
 
     fn kill(&mut self) {
+        self.stopped_at.get_or_insert_with(error_file::now);
         self.signal_ranks(Signal::KILL);
         self.stage = StopStage::Killed(Instant::now() + KILL_TIME);
     }

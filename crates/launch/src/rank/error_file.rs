@@ -1,23 +1,22 @@
-//! The error file of a rank, in torchrun's JSON format: the rank writes it and the launcher reads
-//! it.
+//! The error file of a rank, in torchrun's JSON format: the rank writes it, by these functions or
+//! by `collective`, and the launcher reads it.
 //!
 //! The launcher passes its path in `TORCHELASTIC_ERROR_FILE`, so this works under torchrun, too,
 //! and torchrun's summary shows the error. Only the first failure of a process is written. Of
-//! several ranks' failures the earliest is the root cause.
+//! several ranks' failures the root cause is the earliest that no peer has caused.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
+use collective::flight::error_file::{Cause, SECOND, record};
+pub(crate) use collective::flight::error_file::{ERROR_FILE, now};
 use rustix::fs::OFlags;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::label_lines;
 
-/// Environment variable with the path of the file.
-pub(crate) const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Maximum number of bytes read from an error file.
 const MAX_FILE: u64 = 1 << 26;
 /// Maximum number of bytes quoted from a file that is not in torchrun's format.
@@ -32,6 +31,8 @@ pub(crate) struct RankError {
     pub(crate) message: String,
     /// Nanoseconds since 1970; `None` if the file is not in torchrun's format.
     pub(crate) at: Option<u64>,
+    /// Whether the failure or absence of other ranks caused it.
+    pub(crate) by_peer: bool,
 }
 
 /// Installs a panic hook that also writes panics to this process's error file, and prints them with
@@ -42,7 +43,7 @@ pub fn record_panics() {
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
         let text = panic.payload_as_str().unwrap_or("a panic without a message");
         let text = format!("panicked at {place}: {text}");
-        record(&text, 0);
+        record(&text, Cause::Own);
         let labelled = label_lines(&text);
         if labelled != text {
             let _ = writeln!(io::stderr(), "{labelled}");
@@ -52,47 +53,17 @@ pub fn record_panics() {
 }
 
 /// Writes `message` to this process's error file, unless there is none or an earlier failure was
-/// written.
+/// written: by this function, a panic, or a group of `collective` that a peer has failed.
 pub fn record_failure(message: &str) {
-    record(message, 0);
+    record(message, Cause::Own);
 }
 
-/// [`record_failure`] of a failed collective. If another rank's failure caused this one, the
-/// timestamp is set later: torchrun takes the failure with the earliest second as the root cause,
-/// and for a killed rank uses the second in which it detects the exit.
+/// [`record_failure`] of a failed collective, which another rank may have caused: then that rank's
+/// failure is reported as the root cause. A group does this by itself when it fails; an error of
+/// joining a group, or of a store, needs the call.
 pub fn record_error(error: &collective::Error) {
-    record(&error.to_string(), if is_consequence(error) { FOLLOWS_AFTER } else { 0 });
-}
-
-/// Returns whether the failure of other ranks, or their absence, caused this error.
-fn is_consequence(error: &collective::Error) -> bool {
-    use collective::Error as E;
-    match error {
-        E::Poisoned(first) => is_consequence(first),
-        E::PeerDied { .. } | E::Aborted { .. } | E::Timeout { .. } => true,
-        // The store ends with the process that hosts it.
-        E::KeyTimeout { .. } | E::Store { .. } | E::Rendezvous { .. } => true,
-        _ => false,
-    }
-}
-
-fn record(message: &str, later: u64) {
-    if let Some(path) = std::env::var_os(ERROR_FILE) {
-        // If the file cannot be written, the error is still printed.
-        let _ = write(Path::new(&path), message, now().saturating_add(later));
-    }
-}
-
-fn write(path: &Path, message: &str, at: u64) -> io::Result<()> {
-    let extra = json!({
-        // Shown in torchrun's summary.
-        "py_callstack": message,
-        "timestamp": (at / SECOND).to_string(),
-        // torchrun's timestamps are whole seconds; consequences often follow within the second.
-        "nanos": at % SECOND,
-    });
-    let file = json!({ "message": { "message": message, "extraInfo": extra } });
-    File::create_new(path)?.write_all(file.to_string().as_bytes())
+    let cause = if error.is_caused_by_peer() { Cause::Peer } else { Cause::Own };
+    record(&error.to_string(), cause);
 }
 
 /// Reads an error file; `None` if there is none. A file that is not in torchrun's format, for
@@ -103,13 +74,13 @@ pub(crate) fn read(path: &Path) -> Option<RankError> {
     let file = OpenOptions::new().read(true).custom_flags(NONBLOCK).open(path).ok()?;
     if !file.metadata().ok()?.is_file() {
         let message = "cannot read error file: it is not a regular file".to_owned();
-        return Some(RankError { message, at: None });
+        return Some(RankError { message, at: None, by_peer: false });
     }
     file.take(MAX_FILE).read_to_end(&mut text).ok()?;
     Some(parse(&text).unwrap_or_else(|| {
         text.truncate(MAX_SHOWN);
         let message = format!("cannot parse error file: `{}`", String::from_utf8_lossy(&text));
-        RankError { message, at: None }
+        RankError { message, at: None, by_peer: false }
     }))
 }
 
@@ -120,24 +91,15 @@ fn parse(text: &[u8]) -> Option<RankError> {
     // Without nanoseconds, a failure sorts after those in the same second that have them.
     let nanos = file.pointer("/message/extraInfo/nanos").map_or(Some(SECOND - 1), Value::as_u64)?;
     let at = seconds.checked_mul(SECOND)?.checked_add(nanos)?;
-    Some(RankError { message: text("/message/message")?, at: Some(at) })
+    let by_peer = file.pointer("/message/extraInfo/by_peer").is_some_and(|by| *by == true);
+    Some(RankError { message: text("/message/message")?, at: Some(at), by_peer })
 }
-
-/// Current time in nanoseconds since 1970.
-pub(crate) fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// A second in nanoseconds.
-const SECOND: u64 = 1_000_000_000;
-/// Delay added to the timestamp of a consequence, in nanoseconds: longer than torchrun's
-/// `--monitor-interval`, by default at most 5 s.
-const FOLLOWS_AFTER: u64 = 10 * SECOND;
 
 #[cfg(test)]
 mod tests {
     use std::fs;
+
+    use collective::flight::error_file::write;
 
     use super::*;
 
@@ -145,8 +107,8 @@ mod tests {
     fn first_failure_is_kept_in_torchruns_format() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("error.json");
-        write(&path, "the \"cause\"", now()).unwrap();
-        assert!(write(&path, "a consequence", now()).is_err());
+        write(&path, "the \"cause\"", Cause::Own).unwrap();
+        assert!(write(&path, "a consequence", Cause::Peer).is_err());
         let failure = read(&path).unwrap();
         assert_eq!(failure.message, "the \"cause\"");
         let at = failure.at.unwrap();
@@ -160,12 +122,18 @@ mod tests {
     }
 
     #[test]
-    fn lost_peer_is_a_consequence_and_an_invalid_argument_is_not() {
+    fn lost_peer_is_a_failure_by_a_peer_and_an_invalid_argument_is_not() {
         let died = collective::Error::PeerDied { op: "all_reduce #1".into(), rank: 1, pid: 7 };
         let own = collective::Error::InvalidArgument("root 2 of 2 ranks".into());
-        for (error, follows) in [(died, true), (own, false)] {
-            assert_eq!(is_consequence(&error), follows, "{error}");
-            assert_eq!(is_consequence(&collective::Error::Poisoned(Box::new(error))), follows);
+        let dir = tempfile::tempdir().unwrap();
+        for (error, cause) in [(died, Cause::Peer), (own, Cause::Own)] {
+            let by_peer = cause == Cause::Peer;
+            assert_eq!(error.is_caused_by_peer(), by_peer, "{error}");
+            let path = dir.path().join(by_peer.to_string());
+            write(&path, &error.to_string(), cause).unwrap();
+            let failure = read(&path).unwrap();
+            assert_eq!((failure.by_peer, failure.at > Some(now())), (by_peer, by_peer), "{error}");
+            assert_eq!(collective::Error::Poisoned(Box::new(error)).is_caused_by_peer(), by_peer);
         }
     }
 
@@ -177,11 +145,12 @@ mod tests {
             {"py_callstack": "Traceback", "timestamp": "1763750000"}}}"#;
         fs::write(&path, python).unwrap();
         let at = Some(1_763_750_000_999_999_999);
-        assert_eq!(read(&path), Some(RankError { message: "ValueError: no".into(), at }));
+        let message = "ValueError: no".into();
+        assert_eq!(read(&path), Some(RankError { message, at, by_peer: false }));
         for text in ["", "{}", "{\"message\": \"only text\"}", "[1]", "{\"message\": {\"me"] {
             fs::write(&path, text).unwrap();
             let message = format!("cannot parse error file: `{text}`");
-            assert_eq!(read(&path), Some(RankError { message, at: None }));
+            assert_eq!(read(&path), Some(RankError { message, at: None, by_peer: false }));
         }
         assert_eq!(read(&dir.path().join("none")), None);
     }
@@ -194,7 +163,7 @@ mod tests {
         std::os::unix::fs::symlink("/dev/zero", &zero).unwrap();
         for path in [&*fifo, &*zero, dir.path()] {
             let message = "cannot read error file: it is not a regular file".to_owned();
-            assert_eq!(read(path), Some(RankError { message, at: None }));
+            assert_eq!(read(path), Some(RankError { message, at: None, by_peer: false }));
         }
     }
 }

@@ -4,6 +4,7 @@
 
 mod command;
 mod common;
+mod failures;
 mod files;
 mod flags;
 mod nodes;

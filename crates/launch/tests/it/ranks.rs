@@ -6,9 +6,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use launch::{
-    Error, LaunchOptions, launch, launch_to, record_failure, record_panics, tie_to_parent,
-};
+use launch::{Error, LaunchOptions, launch, launch_to, tie_to_parent};
 
 use crate::common::is_gone;
 
@@ -492,35 +490,6 @@ fn rank_that_kills_its_launcher_leaves_no_process() {
         let Ok(pids) = std::fs::read_to_string(entry.unwrap().path()) else { continue };
         soon("rank and child are gone", || pids.split_whitespace().all(is_gone));
     }
-}
-
-#[test]
-fn panics_and_failures_of_ranks_are_reported() {
-    let rank = std::env::current_exe().unwrap().display().to_string();
-    let script = format!("exec {rank} --exact ranks::helper_fails --ignored --nocapture");
-    let ran = run(2, &script, |options| options.report_time = Duration::from_secs(20));
-    assert_eq!(ran.code, 9, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains(": panicked at ") && ran.stderr.contains("the first"),
-        "{}",
-        ran.stderr
-    );
-    assert!(ran.stderr.contains(": an error of rank 1"), "{}", ran.stderr);
-    assert!(!ran.stderr.contains(": a consequence"), "{}", ran.stderr);
-}
-
-#[test]
-#[ignore = "a rank process of other tests"]
-fn helper_fails() {
-    let Ok(rank) = std::env::var("RANK") else { return };
-    record_panics();
-    if rank == "0" {
-        drop(std::panic::catch_unwind(|| panic!("the first")));
-        record_failure("a consequence");
-    } else {
-        record_failure("an error of rank 1");
-    }
-    std::process::exit(9);
 }
 
 #[test]

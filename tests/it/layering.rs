@@ -131,6 +131,7 @@ const OPERATOR_FOLDERS: &[&str] = &[
     "elementwise",
     "activation",
     "linear",
+    "recurrent",
     "conv",
     "norm",
     "image",

@@ -57,10 +57,11 @@
 //!
 //! Under autocast an operator first casts its inputs by PyTorch's lists, with PyTorch's name for
 //! it: `conv2d`, `conv_transpose2d`, `group_norm`, `linear`, `scaled_dot_product_attention`,
-//! `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`. In no list, but available for custom
-//! rules, are `batch_norm`, `embedding`, `gelu`, `silu` (also for `swiglu`), `tanh`, `sigmoid`,
-//! `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`, `rope`, `relu`, `add`,
-//! `max_pool2d`, `adaptive_avg_pool2d`, `upsample_nearest2d`, `upsample_bilinear2d`.
+//! `lstm_cell`, `gru_cell`, `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`. In no list,
+//! but available for custom rules, are `batch_norm`, `embedding`, `gelu`, `silu` (also for
+//! `swiglu`), `tanh`, `sigmoid`, `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`,
+//! `rope`, `relu`, `add`, `max_pool2d`, `adaptive_avg_pool2d`, `upsample_nearest2d`,
+//! `upsample_bilinear2d`.
 
 mod activation;
 mod attention;
@@ -79,6 +80,7 @@ mod linear;
 mod loss;
 pub mod nn;
 mod norm;
+mod recurrent;
 mod sizes;
 mod state;
 #[doc = include_str!("stock_candle.md")]

@@ -100,13 +100,13 @@ activation!(
 );
 
 #[inline(always)]
-fn tanh_at<T: Real>(x: T) -> (T, T) {
+pub(crate) fn tanh_at<T: Real>(x: T) -> (T, T) {
     let y = x.quick_tanh();
     (y, T::ONE - y * y)
 }
 
 #[inline(always)]
-fn sigmoid_at<T: Real>(x: T) -> (T, T) {
+pub(crate) fn sigmoid_at<T: Real>(x: T) -> (T, T) {
     let bounded = bound(x, -END, END);
     let y = (T::ONE + (T::ZERO - bounded).quick_exp()).recip();
     (y, y * (T::ONE - y))

@@ -68,6 +68,7 @@ pub mod loss;
 pub mod ops;
 mod parameter;
 mod pretrained;
+pub mod rnn;
 pub mod rotary_emb;
 pub mod sampling;
 mod seeded;
@@ -77,7 +78,7 @@ pub use candle_core::{Module, ModuleT};
 pub use candle_nn::{
     AdamW, Func, FuncT, GRU, GRUConfig, Init, LSTM, LSTMConfig, Optimizer, PReLU, ParamsAdamW, RNN,
     SGD, Sequential, VarBuilder, VarMap, encoding, func, func_t, gru, init, kv_cache, lstm, optim,
-    prelu, rnn, seq, sequential, var_builder, var_map,
+    prelu, seq, sequential, var_builder, var_map,
 };
 
 pub use activation::Activation;
@@ -100,6 +101,7 @@ pub use lora::{LoraOptions, lora};
 pub use ops::Dropout;
 pub use parameter::check_size;
 pub use pretrained::pretrained;
+pub use rnn::{Gru, Lstm, LstmState, RnnConfig};
 pub use seeded::{initial_values, seeded};
 
 use self::parameter::parameter_of;

@@ -110,3 +110,16 @@ fn results_are_the_recorded_bits() {
     let recorded = [0xe916_af25_545d_1c2d, 0x9990_428e_945d_1c2d, 0x0edc_74f2_fa88_c255];
     assert_eq!(found, recorded, "{found:#x?}");
 }
+
+#[test]
+fn recurrent_layers_give_the_same_bits() {
+    use crate::recurrent::cell::{Gru, Lstm};
+    use crate::recurrent::tests::{inputs, whole};
+    for hidden in [1, 7, 16, 33] {
+        let lengths = [3, 2];
+        assert_same_bits("lstm", &inputs::<Lstm>(2, 3, hidden), |t| {
+            whole::<Lstm>(t, &lengths, true)
+        });
+        assert_same_bits("gru", &inputs::<Gru>(2, 3, hidden), |t| whole::<Gru>(t, &lengths, true));
+    }
+}

@@ -56,9 +56,10 @@
 //! with kernels, CUDA kernels.
 //!
 //! Under autocast an operator first casts its inputs by PyTorch's lists, with PyTorch's name for
-//! it: `conv2d`, `conv_transpose2d`, `group_norm`, `linear`, `scaled_dot_product_attention`,
-//! `lstm_cell`, `gru_cell`, `cross_entropy_loss`, `layer_norm`, `rms_norm`, `softmax`. In no list,
-//! but available for custom rules, are `batch_norm`, `embedding`, `gelu`, `silu` (also for
+//! it: `conv2d`, `conv3d`, `conv_transpose2d`, `group_norm`, `instance_norm`, `linear`,
+//! `scaled_dot_product_attention`, `lstm_cell`, `gru_cell`, `cross_entropy_loss`, `layer_norm`,
+//! `rms_norm`, `softmax`, `log_softmax`, `sum`, `mean`. In no list, but available for custom rules,
+//! are `batch_norm`, `mul`, `gather`, `pad`, `avg_pool2d`, `embedding`, `gelu`, `silu` (also for
 //! `swiglu`), `tanh`, `sigmoid`, `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`,
 //! `rope`, `relu`, `add`, `max_pool2d`, `adaptive_avg_pool2d`, `upsample_nearest2d`,
 //! `upsample_bilinear2d`.
@@ -87,27 +88,34 @@ mod state;
 pub mod stock_candle {}
 
 pub use activation::gelu::gelu;
+pub use activation::log_softmax::log_softmax;
 pub use activation::scalar::{elu, gelu_tanh, hard_swish, leaky_relu, mish, relu6, sigmoid, tanh};
 pub use activation::silu::{silu, swiglu};
 pub use activation::softmax::softmax;
 pub use attention::rope::{rope, rope_i, rope_thd};
 pub use attention::{AttentionOptions, SdpaOptions, scaled_dot_product_attention, self_attention};
 pub use autocast::{autocast, cast, lowered_operators, mixed_types_advice};
+pub use candle_nn::ops::{pixel_shuffle, pixel_unshuffle};
+pub use conv::conv3d::conv3d;
 pub use conv::transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose2d, conv1d};
 pub use conv::{ConvOptions, conv2d};
+pub use elementwise::composed::{cat, mean, mean_keepdim, mul, sum, sum_keepdim};
 pub use elementwise::dropout::dropout;
 pub use elementwise::random::{gumbel_softmax, rand, randn};
 pub use elementwise::{Normalization, add, add_relu, normalize, relu};
 pub use error::Error;
 pub use graph::tape::{Sources, Tape, record};
+pub use image::avg_pool::{adaptive_avg_pool2d, avg_pool2d};
 pub use image::pool::{global_avg_pool, max_pool2d};
 pub use image::upsample::{upsample_bilinear2d, upsample_nearest2d};
 pub use index::embedding::{embedding, embedding_with_padding};
 pub use index::scatter::{scatter, scatter_add};
+pub use index::take::{PadMode, gather, pad};
 pub use linear::linear;
 pub use loss::{CrossEntropyOptions, cross_entropy, cross_entropy_with};
 pub use norm::batch_norm::{batch_norm, batch_norm_with};
 pub use norm::group_norm::group_norm;
+pub use norm::instance_norm::instance_norm;
 pub use norm::layer_norm::layer_norm;
 pub use norm::rms_norm::rms_norm;
 pub use sizes::{BatchNormOptions, Statistics, Window};

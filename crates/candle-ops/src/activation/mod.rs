@@ -2,6 +2,7 @@
 
 pub(crate) mod dispatch;
 pub(crate) mod gelu;
+pub(crate) mod log_softmax;
 mod pointwise;
 pub(crate) mod scalar;
 pub(crate) mod silu;

@@ -50,7 +50,7 @@ impl Operator<1> for Softmax {
     }
 }
 
-fn width(shape: &Shape) -> Result<usize> {
+pub(super) fn width(shape: &Shape) -> Result<usize> {
     match shape.dims().last() {
         Some(&width) if width > 0 => Ok(width),
         _ => bail!("softmax: a tensor of shape {shape:?} has no last dimension to sum over"),

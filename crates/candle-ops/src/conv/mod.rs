@@ -6,6 +6,7 @@
 //! of keeping the columns, which have nine times the size of the input for a 3 x 3 kernel. For 3 x
 //! 3 kernels with stride 1 and enough channels, Winograd's algorithm (`winograd.rs`) is faster.
 
+pub(crate) mod conv3d;
 mod dispatch;
 pub(crate) mod grouped;
 pub(crate) mod transpose;
@@ -325,7 +326,7 @@ const BY_TILES: usize = 8;
 const WINOGRAD_CHANNELS: usize = 16;
 
 /// Size of a kernel whose taps are `dilation` apart.
-fn spread(kernel: usize, dilation: usize) -> Result<usize> {
+pub(crate) fn spread(kernel: usize, dilation: usize) -> Result<usize> {
     match kernel {
         _ if dilation == 0 => bail!("conv2d: a dilation of 0"),
         0 => Ok(0),

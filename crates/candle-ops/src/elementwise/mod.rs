@@ -1,5 +1,7 @@
-//! Element-wise operators: ReLU, addition, image normalization, random numbers.
+//! Element-wise operators: ReLU, addition, products, image normalization, random numbers; sums and
+//! concatenation.
 
+pub(crate) mod composed;
 pub(crate) mod dispatch;
 pub(crate) mod dropout;
 pub(crate) mod random;

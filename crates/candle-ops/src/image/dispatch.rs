@@ -64,7 +64,7 @@ pub(crate) fn global_avg_pool(x: &Tensor) -> Result<Tensor> {
 
 /// By products with the weights of each axis; nearest pixels are selected.
 pub(crate) fn upsample(x: &Tensor, [rows, columns]: [&Axis; 2]) -> Result<Tensor> {
-    let (n, c, height, width) = x.dims4()?;
+    let (.., height, width) = x.dims4()?;
     let [wide] = widened([x])?;
     if let (Some(rows), Some(columns)) = (rows.nearest(), columns.nearest()) {
         let select = |x: Tensor, dim, at: Vec<u32>| {
@@ -74,17 +74,25 @@ pub(crate) fn upsample(x: &Tensor, [rows, columns]: [&Axis; 2]) -> Result<Tensor
         };
         return select(select(wide, 2, rows)?, 3, columns)?.to_dtype(x.dtype());
     }
-    let weights = |axis: &Axis, extent: usize| {
-        let shape = (axis.len(), extent);
-        Tensor::from_vec(axis.matrix(extent), shape, x.device())?.to_dtype(wide.dtype())?.t()
+    by_axes(x, [(rows.len(), rows.matrix(height)), (columns.len(), columns.matrix(width))])
+}
+
+/// Products with a matrix for rows and one for columns, each with its number of rows.
+pub(crate) fn by_axes(x: &Tensor, [rows, columns]: [(usize, Vec<f64>); 2]) -> Result<Tensor> {
+    let (n, c, height, width) = x.dims4()?;
+    let [wide] = widened([x])?;
+    let weights = |weights: Vec<f64>, shape: (usize, usize)| {
+        Tensor::from_vec(weights, shape, x.device())?.to_dtype(wide.dtype())?.t()
     };
+    let ((out_height, rows), (out_width, columns)) = (rows, columns);
+    let (rows, columns) =
+        (weights(rows, (out_height, height))?, weights(columns, (out_width, width))?);
     // The last dimension, twice.
-    let of_width = wide.reshape((n * c * height, width))?.matmul(&weights(columns, width)?)?;
-    let turned = of_width.reshape((n * c, height, columns.len()))?.transpose(1, 2)?.contiguous()?;
-    let of_height =
-        turned.reshape((n * c * columns.len(), height))?.matmul(&weights(rows, height)?)?;
+    let of_width = wide.reshape((n * c * height, width))?.matmul(&columns)?;
+    let turned = of_width.reshape((n * c, height, out_width))?.transpose(1, 2)?.contiguous()?;
+    let of_height = turned.reshape((n * c * out_width, height))?.matmul(&rows)?;
     of_height
-        .reshape((n, c, columns.len(), rows.len()))?
+        .reshape((n, c, out_width, out_height))?
         .transpose(2, 3)?
         .contiguous()?
         .to_dtype(x.dtype())

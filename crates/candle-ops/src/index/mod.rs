@@ -1,5 +1,6 @@
-//! Operators with indices: embedding, scatter.
+//! Operators with indices: embedding, scatter, gather, padding.
 
 mod dispatch;
 pub(crate) mod embedding;
 pub(crate) mod scatter;
+pub(crate) mod take;

@@ -3,9 +3,7 @@
 
 use candle_core::shape::Dim;
 use candle_core::{D, ModuleT, Result, Tensor, bail};
-pub use candle_nn::ops::{
-    Identity, hard_sigmoid, log_softmax, pixel_shuffle, pixel_unshuffle, replication_pad2d, selu,
-};
+pub use candle_nn::ops::{Identity, hard_sigmoid, pixel_shuffle, pixel_unshuffle, selu};
 
 use crate::SdpaOptions;
 use crate::context::{self, Mode};
@@ -20,12 +18,35 @@ pub use crate::{
 ///
 /// The errors of [`softmax`](crate::softmax); a dimension that the tensor does not have.
 pub fn softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
+    along(xs, dim, crate::softmax)
+}
+
+/// [`log_softmax`](crate::log_softmax) over a dimension.
+///
+/// # Errors
+///
+/// The errors of [`log_softmax`](crate::log_softmax); a dimension that the tensor does not have.
+pub fn log_softmax<D: Dim>(xs: &Tensor, dim: D) -> Result<Tensor> {
+    along(xs, dim, crate::log_softmax)
+}
+
+/// Applies an operator of the last dimension to another one.
+fn along<D: Dim>(xs: &Tensor, dim: D, op: fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let dim = dim.to_index(xs.shape(), "softmax")?;
     if dim + 1 == xs.rank() {
-        return crate::softmax(xs);
+        return op(xs);
     }
     let last = xs.rank() - 1;
-    crate::softmax(&xs.transpose(dim, last)?)?.transpose(dim, last)?.contiguous()
+    op(&xs.transpose(dim, last)?)?.transpose(dim, last)?.contiguous()
+}
+
+/// [`pad`](crate::pad) of height and width by their first and last elements.
+///
+/// # Errors
+///
+/// The errors of [`pad`](crate::pad).
+pub fn replication_pad2d(xs: &Tensor, pad: usize) -> Result<Tensor> {
+    crate::pad(xs, &[(pad, pad), (pad, pad)], crate::PadMode::Replicate)
 }
 
 /// [`softmax`](crate::softmax) over the last dimension.

@@ -68,6 +68,14 @@ fn empty_batches_are_empty() {
         ("normalize", normalize(&images, &Normalization::default(), DType::F32), 4),
         ("scatter_add", scatter_add(&x(&[0, 3]), &places, &x(&[0, 3]), 0), 2),
         ("scatter", scatter(&x(&[0, 3]), &places, &x(&[0, 3]), 0), 2),
+        ("mul", mul(&x(&[0, 3]), &w), 2),
+        ("cat", cat(&[x(&[0, 3]), x(&[0, 1])], 1), 2),
+        ("gather", gather(&x(&[0, 3]), &places, 1), 2),
+        ("pad", pad(&x(&[0, 3]), &[(1, 1)], PadMode::Reflect), 2),
+        ("log_softmax", log_softmax(&x(&[0, 3])), 2),
+        ("avg_pool2d", avg_pool2d(&image, 2, one), 4),
+        ("adaptive_avg_pool2d", adaptive_avg_pool2d(&image, 3, 2), 4),
+        ("conv3d", conv3d(&x(&[0, 2, 3, 4, 4]), &x(&[2, 2, 2, 3, 3]), None, one), 5),
         ("dropout", Context::new(0).enter(|| dropout(&x(&[0, 3]), 0.5)), 2),
     ] {
         let y = y.unwrap_or_else(|e| panic!("{what}: {e}"));

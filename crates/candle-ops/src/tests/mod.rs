@@ -4,6 +4,7 @@
 mod composed_tests;
 mod half_tests;
 mod image_tests;
+mod shape_tests;
 mod transformer_tests;
 mod width_tests;
 

@@ -43,6 +43,7 @@ fn every_instruction_set_gives_the_same_bits() {
         assert_same_bits("elu", one, |t| elu(&t[0], 1.0));
         assert_same_bits("mish", one, |t| mish(&t[0]));
         assert_same_bits("softmax", one, |t| softmax(&t[0]));
+        assert_same_bits("log_softmax", one, |t| log_softmax(&t[0]));
         let labels =
             Tensor::from_vec(vec![0_i64, width as i64 - 1, 0, 0], 4, &Device::Cpu).unwrap();
         assert_same_bits("cross_entropy", one, |t| cross_entropy(&t[0], &labels));

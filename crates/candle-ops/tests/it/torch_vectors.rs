@@ -1,12 +1,14 @@
-//! Tests that compare the operators of transformers, and nearest upsampling, with PyTorch's
-//! results, recorded by the scripts in `tests/vectors`.
+//! Tests that compare operators, and nearest upsampling, with PyTorch's results, recorded by the
+//! scripts in `tests/vectors`.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
-    CrossEntropyOptions, SdpaOptions, cross_entropy_with, embedding, embedding_with_padding,
-    record, rms_norm, rope, rope_i, scaled_dot_product_attention, silu, swiglu, upsample_nearest2d,
+    ConvOptions, CrossEntropyOptions, PadMode, SdpaOptions, Window, adaptive_avg_pool2d,
+    avg_pool2d, conv3d, cross_entropy_with, embedding, embedding_with_padding, gather,
+    instance_norm, log_softmax, pad, pixel_shuffle, pixel_unshuffle, record, rms_norm, rope,
+    rope_i, scaled_dot_product_attention, silu, swiglu, upsample_nearest2d,
 };
 use serde::Deserialize;
 
@@ -35,6 +37,9 @@ struct Options {
     ignore_index: Option<i64>,
     label_smoothing: f32,
     padding: Option<usize>,
+    /// Kernel, stride and padding; height and width; or stride, padding, dilation and groups.
+    sizes: Vec<usize>,
+    mode: String,
 }
 
 #[derive(Deserialize)]
@@ -59,7 +64,9 @@ impl Numbers {
 impl Case {
     fn apply(&self, t: &[Tensor]) -> Result<Tensor> {
         let constants: Vec<Tensor> = self.constants.iter().map(Numbers::tensor).collect();
-        let Options { eps, scale, causal, ignore_index, label_smoothing, padding } = self.options;
+        let Options { eps, scale, causal, ignore_index, label_smoothing, padding, .. } =
+            self.options;
+        let Options { sizes, mode, .. } = &self.options;
         match self.operator.as_str() {
             "rms_norm" => rms_norm(&t[0], &t[1], eps),
             "silu" => silu(&t[0]),
@@ -80,6 +87,29 @@ impl Case {
                 Some(padding) => embedding_with_padding(&constants[0], &t[0], padding),
                 None => embedding(&constants[0], &t[0]),
             },
+            "log_softmax" => log_softmax(&t[0]),
+            "avg_pool2d" => {
+                let window = Window { stride: sizes[1], padding: sizes[2] };
+                avg_pool2d(&t[0], sizes[0], window)
+            }
+            "adaptive_avg_pool2d" => adaptive_avg_pool2d(&t[0], sizes[0], sizes[1]),
+            "pad" => {
+                let mode = match mode.as_str() {
+                    "constant" => PadMode::Constant(0.0),
+                    "reflect" => PadMode::Reflect,
+                    _ => PadMode::Replicate,
+                };
+                pad(&t[0], &[(2, 0), (1, 2)], mode)
+            }
+            "instance_norm" => instance_norm(&t[0], Some((&t[1], &t[2])), eps),
+            "pixel_shuffle" => pixel_shuffle(&t[0], 2),
+            "pixel_unshuffle" => pixel_unshuffle(&t[0], 2),
+            "gather" => gather(&t[0], &constants[0], 1),
+            "conv3d" => {
+                let &[stride, padding, dilation, groups] = &sizes[..] else { panic!("{sizes:?}") };
+                let options = ConvOptions { stride, padding, dilation, groups };
+                conv3d(&t[0], &t[1], Some(&t[2]), options)
+            }
             other => panic!("no operator called {other}"),
         }
     }
@@ -98,7 +128,7 @@ fn off(got: &Tensor, wanted: &Numbers) -> f64 {
 fn operators_are_pytorchs() {
     let recorded: Recorded =
         serde_json::from_str(include_str!("../vectors/operators.json")).unwrap();
-    assert_eq!(recorded.cases.len(), 24);
+    assert_eq!(recorded.cases.len(), 40);
     for (i, case) in recorded.cases.iter().enumerate() {
         let what = format!("case {i}, {}, {:?}", case.operator, case.options);
         let vars: Vec<Var> =

@@ -102,4 +102,22 @@ ids = torch.tensor([[2, 0, 2], [1, 1, 3]])
 case("embedding", lambda w, ids: F.embedding(ids, w), [randn(5, 3)], [ids])
 case("embedding", lambda w, ids: F.embedding(ids, w, padding_idx=2), [randn(5, 3)], [ids], padding=2)
 
+case("log_softmax", lambda x: F.log_softmax(x, -1), [randn(3, 5) * 4])
+x = randn(1, 2, 4, 5)
+for sizes in [[2, 2, 0], [3, 2, 1]]:
+    case("avg_pool2d", lambda x: F.avg_pool2d(x, *sizes), [x], sizes=sizes)
+for sizes in [[3, 2], [1, 1], [6, 5]]:
+    case("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x, sizes), [x], sizes=sizes)
+for mode in ["constant", "reflect", "replicate"]:
+    case("pad", lambda x: F.pad(x, [1, 2, 2, 0], mode), [x], mode=mode)
+norm = lambda x, w, b: F.instance_norm(x, weight=w, bias=b, eps=0.125)
+case("instance_norm", norm, [x, randn(2), randn(2)], eps=0.125)
+case("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), [randn(1, 8, 1, 2)])
+case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), [randn(1, 2, 2, 4)])
+case("gather", lambda x, i: x.gather(1, i), [randn(3, 4)], [torch.tensor([[3, 0, 3], [1, 1, 1]])])
+for sizes in [[1, 0, 1, 1], [2, 1, 1, 2], [1, 2, 2, 1]]:
+    stride, padding, dilation, groups = sizes
+    inputs = [randn(2, 2, 3, 4, 3), randn(2, 2 // groups, 2, 3, 2), randn(2)]
+    case("conv3d", lambda x, w, b: F.conv3d(x, w, b, stride, padding, dilation, groups), inputs, sizes=sizes)
+
 print(json.dumps({"torch": torch.__version__, "cases": CASES}))

@@ -1,8 +1,11 @@
 //! Losses.
 
-use candle_core::{Result, Tensor};
+use candle_core::shape::Dim;
+use candle_core::{Result, Tensor, bail};
 
 pub use crate::CrossEntropyOptions;
+use crate::graph::device;
+use crate::relu;
 
 /// [`cross_entropy`](crate::cross_entropy), with labels of any integer type.
 ///
@@ -26,42 +29,138 @@ pub fn cross_entropy_with(
     crate::cross_entropy_with(inp, &super::indices(target)?, options)
 }
 
-/// Mean squared error, in `f32` under autocast.
+/// Mean squared error, a scalar of `f32` (`f64` for `f64`), also for half-precision tensors.
 ///
 /// # Errors
 ///
 /// Mismatched shapes.
 pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
-    let [inp, target] = crate::cast("mse_loss", [inp, target])?;
+    let [inp, target] = wide("mse_loss", [inp, target])?;
     candle_nn::loss::mse(&inp, &target)
 }
 
-/// Like [`candle_nn::loss::huber`], in `f32` under autocast.
+/// Like [`candle_nn::loss::huber`], a scalar as of [`mse`].
 ///
 /// # Errors
 ///
 /// Mismatched shapes.
 pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
-    let [inp, target] = crate::cast("huber_loss", [inp, target])?;
+    let [inp, target] = wide("huber_loss", [inp, target])?;
     candle_nn::loss::huber(&inp, &target, delta)
 }
 
-/// Like [`candle_nn::loss::binary_cross_entropy_with_logit`], in `f32` under autocast.
+/// Mean of `d^2 / (2 * beta)` where the difference `d` is less than `beta`, else of
+/// `|d| - beta / 2`: PyTorch's `smooth_l1_loss`, which is [`huber`] divided by `beta`. With a
+/// `beta` of 0 it is the mean of `|d|`. A scalar as of [`mse`].
+///
+/// # Errors
+///
+/// Mismatched shapes; a negative `beta`.
+pub fn smooth_l1(inp: &Tensor, target: &Tensor, beta: f64) -> Result<Tensor> {
+    let [inp, target] = wide("smooth_l1_loss", [inp, target])?;
+    if beta > 0.0 {
+        return candle_nn::loss::huber(&inp, &target, beta)? / beta;
+    }
+    if beta != 0.0 {
+        bail!("smooth_l1: beta is {beta}, not at least 0");
+    }
+    (inp - target)?.abs()?.mean_all()
+}
+
+/// Mean of `-t * ln(p) - (1 - t) * ln(1 - p)` with `p = sigmoid(x)`, for targets `t` from 0 to 1. A
+/// scalar as of [`mse`]. It is computed as `max(x, 0) - x * t + ln(1 + exp(-|x|))`, which is finite
+/// for large logits, unlike candle-nn's.
 ///
 /// # Errors
 ///
 /// Mismatched shapes.
 pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
-    let [inp, target] = crate::cast("binary_cross_entropy_with_logits", [inp, target])?;
-    candle_nn::loss::binary_cross_entropy_with_logit(&inp, &target)
+    let [x, target] = wide("binary_cross_entropy_with_logits", [inp, target])?;
+    let positive = relu(&x)?;
+    // -|x|, with the derivative at 0 that fits the one of `relu`.
+    let size = (&x - (&positive * 2.0)?)?;
+    ((positive - (&x * target)?)? + (size.exp()? + 1.0)?.log()?)?.mean_all()
 }
 
-/// Like [`candle_nn::loss::nll`], in `f32` under autocast.
+/// Like [`candle_nn::loss::nll`], a scalar as of [`mse`].
 ///
 /// # Errors
 ///
 /// Mismatched shapes.
 pub fn nll(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
-    let [inp] = crate::cast("nll_loss", [inp])?;
+    let [inp] = wide("nll_loss", [inp])?;
     candle_nn::loss::nll(&inp, &super::indices(target)?)
+}
+
+/// Kullback-Leibler divergence of log-probabilities `inp` from probabilities `target`: the sum of
+/// `target * (ln(target) - inp)`, divided by the length of the first dimension, as PyTorch's
+/// `kl_div` with `reduction="batchmean"`. A target of 0 has a term of 0. A scalar as of [`mse`].
+///
+/// # Errors
+///
+/// Mismatched shapes; a scalar.
+pub fn kl_div(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
+    let [inp, target] = wide("kl_div", [inp, target])?;
+    let batch = inp.dim(0)?;
+    // ln(1) in place of ln(0), whose product with 0 is NaN.
+    let is_zero = target.detach().eq(&target.zeros_like()?)?;
+    let log = is_zero.where_cond(&target.ones_like()?, &target)?.log()?;
+    (target * (log - inp)?)?.sum_all()? / batch as f64
+}
+
+/// `a . b / (|a| * |b|)` along a dimension, which is removed; lengths are at least `eps` (PyTorch's
+/// default is 1e-8). The result is `f32` (`f64` for `f64`).
+///
+/// # Errors
+///
+/// Mismatched shapes; no such dimension.
+pub fn cosine_similarity(a: &Tensor, b: &Tensor, dim: impl Dim, eps: f64) -> Result<Tensor> {
+    let [a, b] = wide("cosine_similarity", [a, b])?;
+    let dim = dim.to_index(a.shape(), "cosine_similarity")?;
+    // Before the root, whose derivative at 0 is infinite.
+    let length = |x: &Tensor| x.sqr()?.sum(dim)?.maximum(eps * eps)?.sqrt();
+    (&a * &b)?.sum(dim)? / (length(&a)? * length(&b)?)?
+}
+
+/// Mean over rows of `[n, d]`, with the cosines `c` of `a` and `b`: `1 - c` where the target is 1,
+/// `max(c - margin, 0)` where it is -1. `target` is `[n]`. A scalar as of [`mse`].
+///
+/// As in PyTorch 1e-12 is added to squared lengths.
+///
+/// # Errors
+///
+/// Mismatched shapes.
+pub fn cosine_embedding(a: &Tensor, b: &Tensor, target: &Tensor, margin: f64) -> Result<Tensor> {
+    let [a, b] = wide("cosine_embedding_loss", [a, b])?;
+    let square = |x: &Tensor| x.sqr()?.sum(1)? + 1e-12;
+    let cosine = ((&a * &b)?.sum(1)? / (square(&a)? * square(&b)?)?.sqrt()?)?;
+    let target = target.to_dtype(a.dtype())?;
+    let is = |value: f64| target.eq(&target.zeros_like()?.affine(1.0, value)?);
+    let zeros = cosine.zeros_like()?;
+    let alike = is(1.0)?.where_cond(&(1.0 - &cosine)?, &zeros)?;
+    (alike + is(-1.0)?.where_cond(&relu(&(&cosine - margin)?)?, &zeros)?)?.mean_all()
+}
+
+/// Mean over rows of `[n, d]` of `max(|a - p| - |a - n| + margin, 0)`, for an anchor, a positive
+/// and a negative example each: PyTorch's `triplet_margin_loss` with its default norm. A scalar as
+/// of [`mse`]. As in PyTorch 1e-6 is added to each difference, so that equal rows have a gradient.
+///
+/// # Errors
+///
+/// Mismatched shapes.
+pub fn triplet_margin(
+    anchor: &Tensor,
+    positive: &Tensor,
+    negative: &Tensor,
+    margin: f64,
+) -> Result<Tensor> {
+    let [anchor, positive, negative] = wide("triplet_margin_loss", [anchor, positive, negative])?;
+    let distance = |to: &Tensor| ((&anchor - to)? + 1e-6)?.sqr()?.sum(1)?.sqrt();
+    relu(&((distance(&positive)? - distance(&negative)?)? + margin)?)?.mean_all()
+}
+
+/// The inputs in the type in which a loss is computed.
+fn wide<const N: usize>(name: &str, inputs: [&Tensor; N]) -> Result<[Tensor; N]> {
+    let inputs = crate::cast(name, inputs)?;
+    device::widened(inputs.each_ref())
 }

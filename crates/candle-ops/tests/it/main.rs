@@ -2,6 +2,7 @@
 
 mod llama;
 mod stock_candle;
+mod torch_losses;
 mod torch_rnn;
 mod torch_vectors;
 

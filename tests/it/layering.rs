@@ -247,6 +247,7 @@ const TRAIN_FOLDERS: &[&str] = &[
     "stored",
     "sums",
     "batches",
+    "mean_loss",
     "builder",
     "parts",
     "resumable",

@@ -67,6 +67,7 @@ mod gpu;
 #[cfg(feature = "cuda")]
 pub mod graph;
 mod inputs;
+mod mean_loss;
 mod parts;
 mod pass;
 #[cfg(feature = "cuda")]

@@ -60,7 +60,7 @@ impl Trainer {
         self.total("sum", Ok(values))
     }
 
-    fn total<V: AsMut<[f64]>>(&self, call: &'static str, own: Result<V>) -> Result<V> {
+    pub(crate) fn total<V: AsMut<[f64]>>(&self, call: &'static str, own: Result<V>) -> Result<V> {
         self.core.total(call, own).map_err(|error| self.failed(call, error))
     }
 }

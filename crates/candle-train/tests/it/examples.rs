@@ -4,6 +4,10 @@
 #[expect(dead_code, reason = "the example's main")]
 mod actor_critic;
 
+#[path = "../../examples/chat_lora.rs"]
+#[expect(dead_code, reason = "the example's main")]
+mod chat_lora;
+
 #[path = "../../examples/gan.rs"]
 #[expect(dead_code, reason = "the example's main")]
 mod gan;
@@ -12,9 +16,19 @@ mod gan;
 #[expect(dead_code, reason = "the example's main")]
 mod image_folder;
 
+#[path = "../../examples/llama.rs"]
+#[expect(dead_code, reason = "the example's main")]
+mod llama;
+
 #[path = "../../examples/text_stream.rs"]
 #[expect(dead_code, reason = "the example's main")]
 mod text_stream;
+
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use candle_ops::nn::LlamaConfig;
 
 /// Random predictions have an accuracy of a third.
 #[test]
@@ -69,4 +83,108 @@ fn actor_critic_learns_and_goes_on_exactly() {
     actor_critic::train(&parts, 20).unwrap();
     assert_eq!(actor_critic::train(&parts, 60).unwrap(), expected);
     assert!(expected > -0.3, "{expected}");
+}
+
+/// Writes a folder of text, and trains a small Llama on it for eight epochs. Returns the text that
+/// it writes, and its perplexity.
+fn train_llama(directory: &Path) -> (String, f64) {
+    let (first, second) = ("the cat sees the dog. ", "the dog sees a bird, and the bird sings. ");
+    for (name, text) in [("a.txt", first), ("b.txt", second)] {
+        let path = directory.join(name);
+        if !path.exists() {
+            std::fs::write(path, format!("{text}\n").repeat(600)).unwrap();
+        }
+    }
+    let texts = [format!("{}/*.txt", directory.display())];
+    let config = LlamaConfig {
+        vocab_size: 300,
+        hidden_size: 64,
+        intermediate_size: 128,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        max_position_embeddings: 64,
+        ..LlamaConfig::default()
+    };
+    llama::train(&texts, &directory.join("run"), 8, &config, "the cat").unwrap()
+}
+
+/// The name of this variable is a folder in which the process trains.
+const FOLDER: &str = "LLAMA_TEST_FOLDER";
+
+/// Random predictions have a perplexity of 300.
+#[test]
+fn a_llama_that_is_killed_has_the_bytes_of_an_undisturbed_one() {
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        train_llama(Path::new(&folder));
+        return;
+    }
+    let [whole, killed] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let (text, perplexity) = train_llama(whole.path());
+    assert!(perplexity < 12.0, "{perplexity}");
+    assert!(text.starts_with("the cat"), "{text}");
+
+    let run = killed.path().join("run/run.safetensors");
+    let modified = || std::fs::metadata(&run).and_then(|data| data.modified()).ok();
+    let spawn = || {
+        let name = "examples::a_llama_that_is_killed_has_the_bytes_of_an_undisturbed_one";
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", name]).env(FOLDER, killed.path()).spawn().unwrap()
+    };
+    // At once, while the tokens are made perhaps, and after the next save.
+    for waits in [false, true, true] {
+        let (mut child, before, start) = (Killed(spawn()), modified(), Instant::now());
+        while waits && modified() == before && child.0.try_wait().unwrap().is_none() {
+            assert!(start.elapsed() < Duration::from_secs(120), "no save");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let steps = |folder: &Path| std::fs::read(folder.join("run/run.safetensors")).unwrap();
+    assert_ne!(steps(killed.path()), steps(whole.path()));
+    assert_eq!(train_llama(killed.path()), (text, perplexity));
+    for name in ["run.safetensors", "model.safetensors", "tokens.bin", "tokenizer.json"] {
+        let [a, b] = [&whole, &killed].map(|d| std::fs::read(d.path().join("run").join(name)));
+        assert!(a.unwrap() == b.unwrap(), "{name} differs");
+    }
+}
+
+/// A process that is killed when dropped.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn adapters_of_a_llama_learn_the_answers_of_chats() {
+    let dir = tempfile::tempdir().unwrap();
+    train_llama(dir.path());
+    let model = dir.path().join("run");
+    let chats = dir.path().join("chats.jsonl");
+    let chat = |question: &str, answer: &str| {
+        let message = |role, content| serde_json::json!({ "role": role, "content": content });
+        let messages = [message("user", question), message("assistant", answer)];
+        serde_json::json!({ "messages": messages }).to_string()
+    };
+    let text = [chat("cat", "dog"), chat("a", "bird")].join("\n");
+    std::fs::write(&chats, text).unwrap();
+    let [parts, whole] = ["parts", "whole"].map(|name| dir.path().join(name));
+    let train = |out: &Path, epochs| {
+        let paths = [&*model, &*chats, out];
+        chat_lora::train(paths, (epochs, 2), "<|endoftext|>", "a").unwrap()
+    };
+    let expected = train(&whole, 60);
+    train(&parts, 20);
+    assert_eq!(train(&parts, 60), expected);
+    // Random predictions have a loss of 5.7; the frozen head is that of another text.
+    assert!(expected.0 < 5.2, "{expected:?}");
+    assert_eq!(expected.1, "bird");
+    for name in ["run.safetensors", "adapter_model.safetensors"] {
+        let [a, b] = [&parts, &whole].map(|out| std::fs::read(out.join(name)).unwrap());
+        assert!(a == b, "{name} differs");
+    }
 }

@@ -1,7 +1,10 @@
 //! The error type of this crate.
 
 /// An error of this crate. The failed call changed nothing, unless the variant says so.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+///
+/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with
+/// `Debug`.
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An option, a scale or an entry of a saved state is outside its range.
@@ -97,6 +100,12 @@ pub enum Error {
         /// The kind of the scaler that loads it: `dynamic`, `fixed` or `disabled`.
         scaler: &'static str,
     },
+}
+
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 /// The result of this crate's fallible functions.

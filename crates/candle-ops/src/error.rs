@@ -1,7 +1,10 @@
 //! The error type of contexts and kernels. Operators return candle's.
 
 /// An error of a [`Context`](crate::Context), or of building its kernels. Converts to candle's.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with
+/// `Debug`.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A text is not the JSON of an autotune cache.
@@ -32,6 +35,12 @@ pub enum Error {
     /// candle failed, for example to allocate memory on the device.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl From<Error> for candle_core::Error {

@@ -6,7 +6,10 @@ use crate::WorkerError;
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Data that cannot be read, or does not have the expected form.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with
+/// `Debug`.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The shape does not match the number of elements.
@@ -102,6 +105,12 @@ pub enum Error {
     /// Invalid options of a loader.
     #[error("{0}")]
     Options(String),
+}
+
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 /// Number of elements of a shape, as text.

@@ -185,6 +185,12 @@ impl ProcessGroup {
         Self { timeout: Some(timeout), ..self.clone() }
     }
 
+    /// Whether both values are clones of one membership, whatever their timeouts and tags.
+    #[must_use]
+    pub fn is_same_membership(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.membership, &other.membership)
+    }
+
     /// Returns this membership with a tag for the calls made through the returned value, which
     /// ranks compare: the name of the tensor, for example. Ranks that average different tensors of
     /// equal length in one call then get [`Error::Mismatch`] with each rank's tag, before any data

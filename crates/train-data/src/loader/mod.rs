@@ -174,6 +174,12 @@ impl DataLoader {
         self.dataset.len()
     }
 
+    /// Whether the batches of an epoch do not end.
+    #[must_use]
+    pub const fn is_infinite(&self) -> bool {
+        self.infinite
+    }
+
     /// Samples per batch and rank.
     #[must_use]
     pub fn batch_size(&self) -> usize {

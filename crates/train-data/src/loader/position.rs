@@ -228,12 +228,12 @@ impl Layout {
         let fields =
             fields(saved).into_iter().zip(fields(self)).filter(|(saved, now)| saved != now);
         let text =
-            fields.map(|((what, saved), (_, now))| format!("{what} {saved} instead of {now}"));
-        let text = text.collect::<Vec<_>>().join(", ");
+            fields.map(|((what, saved), (_, now))| format!("{what} {saved}, this loader {now}"));
+        let text = text.collect::<Vec<_>>().join("; ");
         if text.is_empty() {
             return Ok(());
         }
-        Err(Error::Position(format!("it has {text}: set them as before, or begin anew")))
+        Err(Error::Position(format!("its loader had {text}: set it as before, or begin anew")))
     }
 }
 
@@ -368,14 +368,17 @@ mod tests {
             loader.position()
         };
         for (position, says) in [
-            (with(|l| l.sampler.len = 39), "it has samples 39 instead of 40: set them"),
-            (with(|l| l.batch_size = 5), "it has batch_size 5 instead of 4: "),
-            (with(|l| l.drop_last = true), "it has drop_last true instead of false: "),
-            (with(|l| l.infinite = true), "it has infinite true instead of false: "),
-            (with(|l| l.sampler.round_up = false), "it has round_up false instead of true: "),
+            (with(|l| l.sampler.len = 39), "its loader had samples 39, this loader 40: set it"),
+            (with(|l| l.batch_size = 5), "its loader had batch_size 5, this loader 4: "),
+            (with(|l| l.drop_last = true), "its loader had drop_last true, this loader false: "),
+            (with(|l| l.infinite = true), "its loader had infinite true, this loader false: "),
+            (
+                with(|l| l.sampler.round_up = false),
+                "its loader had round_up false, this loader true: ",
+            ),
             (
                 with(|l| (l.sampler.shuffle, l.sampler.seed) = (false, 4)),
-                "it has shuffle false instead of true, seed 4 instead of 3: ",
+                "its loader had shuffle false, this loader true; seed 4, this loader 3: ",
             ),
         ] {
             let mut loader = loader(40, 4, 0, 2);

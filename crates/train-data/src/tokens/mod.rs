@@ -8,6 +8,7 @@
 mod text;
 
 use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -90,16 +91,32 @@ impl TokenWindows {
         token_type: TokenType,
         length: usize,
     ) -> Result<Self> {
+        let opened = paths.into_iter().map(|path| {
+            let path = path.as_ref().to_owned();
+            (File::open(&path), path)
+        });
+        Self::of_files(opened, token_type, length)
+    }
+
+    /// As [`open`](Self::open), of files that are open already.
+    pub(crate) fn of_files(
+        opened: impl IntoIterator<Item = (io::Result<File>, PathBuf)>,
+        token_type: TokenType,
+        length: usize,
+    ) -> Result<Self> {
         if length == 0 || length > MAX_LENGTH {
             let text = format!("a window must have 1 to {MAX_LENGTH} tokens, got {length}");
             return Err(Error::Options(text));
         }
         let mut files: Vec<TokenFile> = Vec::new();
-        for path in paths {
-            let (path, first) = (path.as_ref(), files.last().map_or(0, |file| file.end));
-            let (file, windows) = open(path, token_type, length)
-                .map_err(|why| Error::Options(format!("{}: {why}", path.display())))?;
-            files.push(TokenFile { path: path.to_owned(), file, end: first + windows });
+        for (file, path) in opened {
+            let first = files.last().map_or(0, |file| file.end);
+            let file = file.map_err(|why| why.to_string());
+            let counted =
+                file.and_then(|file| Ok((count_windows(&file, token_type, length)?, file)));
+            let (windows, file) =
+                counted.map_err(|why| Error::Options(format!("{}: {why}", path.display())))?;
+            files.push(TokenFile { path, file, end: first + windows });
         }
         let Some(last) = files.last() else {
             return Err(Error::Options("no file of tokens was given".to_owned()));
@@ -171,9 +188,8 @@ impl Dataset for TokenWindows {
     }
 }
 
-/// Opens a file, and counts its windows.
-fn open(path: &Path, token_type: TokenType, length: usize) -> Result<(File, usize), String> {
-    let file = File::open(path).map_err(|why| why.to_string())?;
+/// Counts the windows of a file.
+fn count_windows(file: &File, token_type: TokenType, length: usize) -> Result<usize, String> {
     let metadata = file.metadata().map_err(|why| why.to_string())?;
     if !metadata.is_file() {
         return Err("it is not a file".to_owned());
@@ -188,7 +204,7 @@ fn open(path: &Path, token_type: TokenType, length: usize) -> Result<(File, usiz
             "its {tokens} tokens are fewer than the {} of a window and its last label",
             length + 1
         )),
-        Ok(windows) => Ok((file, windows)),
+        Ok(windows) => Ok(windows),
         Err(_) => Err(format!("its {tokens} tokens are too many")),
     }
 }

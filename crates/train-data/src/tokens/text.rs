@@ -68,6 +68,8 @@ pub struct TokenizedText {
     tokenizer: Tokenizer,
     end: u32,
     path: PathBuf,
+    /// Opened under the lock: another call may replace it by that of another tokenizer.
+    file: File,
     token_type: TokenType,
 }
 
@@ -109,12 +111,13 @@ impl TokenizedText {
         let path = directory.join(TOKENS);
         let token_type = token_type(made.vocab_size);
         let bytes = made.tokens.checked_mul(token_type.bytes() as u64)?;
-        if made.sources != *sources || fs::metadata(&path).ok()?.len() != bytes {
+        let file = File::open(&path).ok()?;
+        if made.sources != *sources || file.metadata().ok()?.len() != bytes {
             return None;
         }
         let tokenizer = Tokenizer::from_file(directory.join(TOKENIZER)).ok()?;
         (vocab_size(&tokenizer) == made.vocab_size).then_some(())?;
-        Some(Self { tokenizer, end: made.end, path, token_type })
+        Some(Self { tokenizer, end: made.end, path, file, token_type })
     }
 
     /// Windows of `length` tokens of all files, and their next tokens.
@@ -123,7 +126,8 @@ impl TokenizedText {
     ///
     /// Those of [`TokenWindows::open`].
     pub fn windows(&self, length: usize) -> Result<TokenWindows> {
-        TokenWindows::open([&self.path], self.token_type, length)
+        let opened = (self.file.try_clone(), self.path.clone());
+        TokenWindows::of_files([opened], self.token_type, length)
     }
 
     /// The tokenizer.
@@ -371,8 +375,11 @@ impl Iterator for Pieces<'_> {
                 self.is_done = true;
                 break;
             };
-            // Byte-level tokenizers split the text between white space and a line's first letter.
-            let is_border = line.starts_with(|first: char| !first.is_whitespace());
+            // Byte-level tokenizers split the text between a line's end and the next line's first
+            // letter, but the end may belong to white space before it.
+            let text = self.piece.strip_suffix('\n').unwrap_or_default();
+            let is_border = line.starts_with(|first: char| !first.is_whitespace())
+                && !text.ends_with(char::is_whitespace);
             let full =
                 (self.piece.len() >= PIECE && is_border).then(|| std::mem::take(&mut self.piece));
             self.piece += &line;
@@ -485,6 +492,19 @@ mod tests {
             let again = folder.prepare(&TokenizerSource::Train { vocab_size: 257 }).unwrap();
             assert_eq!(tokens(&again), expected, "{name}");
         }
+    }
+
+    #[test]
+    fn windows_are_those_of_the_tokenizer_also_if_another_one_replaces_the_file() {
+        let folder = Folder::new();
+        let first = folder.prepare(&TRAIN).unwrap();
+        let before = tokens(&first);
+        let other = folder.prepare(&TokenizerSource::Train { vocab_size: 258 }).unwrap();
+        assert_ne!(tokens(&other), before);
+        let windows = first.windows(4).unwrap();
+        let batch = windows.batch(&[crate::Draw::from(0)]).unwrap();
+        let ArrayData::I64(ids) = batch.get("input_ids").unwrap().data() else { panic!() };
+        assert!(ids.iter().zip(&before).all(|(id, token)| *id == i64::from(*token)));
     }
 
     #[test]

@@ -175,6 +175,7 @@ const OPTIM_FOLDERS: &[&str] = &[
     "core",
     "device",
     "optimizer",
+    "averaged",
     "cpu_optimizer",
     "elementwise",
     "rules",
@@ -239,6 +240,8 @@ const TRAIN_FOLDERS: &[&str] = &[
     "eval",
     "backward",
     "variables",
+    "gradient_check",
+    "first_step",
     "compile",
     "averages",
     "pass",
@@ -250,6 +253,7 @@ const TRAIN_FOLDERS: &[&str] = &[
     "mean_loss",
     "builder",
     "parts",
+    "trainers",
     "resumable",
 ];
 

@@ -4,7 +4,10 @@ use crate::{DType, HyperParam};
 
 /// Error of an optimizer. Weights, state and step counts are unchanged, unless a device failed in
 /// the middle of a step.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with
+/// `Debug`.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A hyper-parameter is outside its range.
@@ -179,6 +182,12 @@ pub enum Error {
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+}
+
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 /// PyTorch's name for a hyper-parameter in messages.

@@ -59,6 +59,8 @@
 //! Each is a [`CpuOptimizer`] of its hyper-parameters. For a rule of your own implement
 //! [`ElementwiseRule`].
 //!
+//! [`Averaged`] adds an average of the weights (EMA, SWA) to any optimizer on the CPU.
+//!
 //! Hyper-parameters belong to a [`ParamGroup`]: [`AdamW::new`] takes several, and
 //! [`AdamW::add_param_group`] adds one at any time. A tensor without a gradient is not updated, nor
 //! is its step count. A tensor without elements is allowed.
@@ -155,6 +157,7 @@
 // docs.rs notes at each item the feature that it needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod averaged;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod clip;
@@ -182,6 +185,7 @@ mod step;
 mod sweep;
 mod torch;
 
+pub use averaged::{Averaged, WeightAverage};
 pub use clip::{Clip, ClipNorm, TotalNorm, clip_grad_norm, clip_grad_value};
 pub use cpu_optimizer::CpuOptimizer;
 pub use device::{DeviceParam, DeviceParams, GradStats, Launches, Tuned};

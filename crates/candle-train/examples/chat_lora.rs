@@ -44,7 +44,11 @@ fn sample(tokenizer: &Tokenizer, line: &str, end: &str, length: usize) -> Result
         }
     }
     let count = tokens.len().saturating_sub(1).min(length);
-    let labels = Array::new([count], labels.split_off(1)[..count].to_vec())?;
+    let labels = labels.get(1..=count).unwrap_or_default().to_vec();
+    if labels.iter().all(|label| *label == IGNORED) {
+        return Err(format!("no answer within {length} tokens: {line}").into());
+    }
+    let labels = Array::new([count], labels)?;
     tokens.truncate(count);
     Ok(Sample::new().with("input_ids", Array::new([count], tokens)?).with("labels", labels))
 }

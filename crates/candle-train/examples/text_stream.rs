@@ -93,7 +93,7 @@ fn loader(files: &[String], train: &Trainer) -> Result<StreamLoader> {
 }
 
 /// Mean loss of next-token prediction.
-fn loss(net: &Net, batch: &Batch) -> Result<impl FnOnce() -> candle_core::Result<Tensor>> {
+fn loss(net: &Net, batch: &Batch) -> Result<impl FnMut() -> candle_core::Result<Tensor>> {
     let field = |name| -> Result<Tensor> { Ok(tensor(batch.get(name)?, &Device::Cpu)?) };
     let (tokens, labels) = (field("input_ids")?, field("labels")?);
     let options = CrossEntropyOptions { ignore_index: Some(IGNORED), ..Default::default() };

@@ -119,8 +119,21 @@ impl Trainer {
         loader: &DataLoader,
         epoch: usize,
     ) -> Result<impl Iterator<Item = train_data::Result<Batch>> + use<>> {
-        self.core.begin_epoch_of(self.epoch_of(loader, epoch))?;
+        self.begin_epoch(loader, epoch)?;
         Ok(loader.batches(epoch))
+    }
+
+    /// Begins an epoch of a loader, whose last batch ends in a step:
+    /// [`batches_of`](Self::batches_of) without the batches, for a second trainer of the same ones
+    /// that [accumulates], and is trained on each of them. Every rank must call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`batches_of`](Self::batches_of).
+    ///
+    /// [accumulates]: crate::TrainerBuilder::accumulate
+    pub fn begin_epoch(&mut self, loader: &DataLoader, epoch: usize) -> Result<()> {
+        self.core.begin_epoch_of(self.epoch_of(loader, epoch))
     }
 
     /// The number of batches of an epoch of a loader, and of its first one.

@@ -14,7 +14,7 @@ use collective::init::Accelerator;
 use collective::reducer::ReducerOptions;
 use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 use fused_optim::candle::FromVars;
-use fused_optim::{Clip, CpuOptimizer, HyperParam, Optimizer, ParamGroup};
+use fused_optim::{Averaged, Clip, CpuOptimizer, HyperParam, Optimizer, ParamGroup, WeightAverage};
 #[cfg(doc)]
 use train_step::CompileMode;
 use train_step::{CompileOptions, Multipliers, Paramwise, RunLength, SchedulerConfig, TensorSpec};
@@ -41,6 +41,8 @@ pub struct TrainerBuilder {
     frozen: Vec<String>,
     seed: u64,
     part: Option<String>,
+    checks_gradients: bool,
+    average: Option<WeightAverage>,
 }
 
 impl Trainer {
@@ -58,6 +60,8 @@ impl Trainer {
             frozen: Vec::new(),
             seed: 0,
             part: None,
+            checks_gradients: true,
+            average: None,
         }
     }
 }
@@ -205,6 +209,44 @@ impl TrainerBuilder {
         self
     }
 
+    /// Whether a run's first step, which is not that of a resumed one, compares the gradients with
+    /// differences of the loss: stock candle has operators with a wrong gradient, or none, and
+    /// reports no error ([`stock_candle`](candle_ops::stock_candle)). The step then fails with
+    /// [`Error::WrongGradients`], before anything has changed. Default: true.
+    ///
+    /// The closure of the step is called four times more, without autocast, on all ranks, before
+    /// the batch itself, and more often only before the error. All that this trainer's step changes
+    /// is restored, but not what the closure itself changes, such as the statistics of norm layers
+    /// of another trainer's model, or a state that it carries on. Models of more than five million
+    /// elements or of half types are not checked, and no loss that differs when it is computed
+    /// again, as with candle's own random numbers. Only large errors are found:
+    /// [`Trainer::check_gradients`] checks each variable.
+    pub fn check_gradients(mut self, checks: bool) -> Self {
+        self.checks_gradients = checks;
+        self
+    }
+
+    /// Averages the weights after each step, for evaluation: within [`Trainer::evaluate`] the
+    /// variables have the averages, and so have the variables in a saved file, from which training
+    /// resumes to the bit. On the CPU.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// use candle_train::{AdamWHyper, Trainer, WeightAverage};
+    /// # let vars = VarMap::new();
+    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// # candle_nn::linear(2, 2, vb)?;
+    /// let ema = WeightAverage::Ema { decay: 0.999 };
+    /// let train = Trainer::builder(&vars).average(ema).build(AdamWHyper::default())?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[doc(alias("EMA", "SWA", "AveragedModel"))]
+    pub const fn average(mut self, rule: WeightAverage) -> Self {
+        self.average = Some(rule);
+        self
+    }
+
     /// Name of this trainer, one of several that have one checkpoint: see [`Parts`](crate::Parts).
     /// Letters, digits, `-` and `_`. Trainers of other names draw other random numbers.
     pub fn part(mut self, name: impl Into<String>) -> Self {
@@ -248,15 +290,39 @@ impl TrainerBuilder {
         })
     }
 
-    /// Like [`build`](Self::build), with a custom optimizer for these variables, in this order; for
-    /// example with several parameter groups.
+    /// Like [`build`](Self::build), with a custom optimizer for these variables, which are sorted
+    /// by name, in this order; for example with rates by layer.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device};
+    /// # use candle_ops::nn::{VarBuilder, VarMap, linear};
+    /// use candle_train::fused_optim::{AdamW, ParamGroup, candle::FromVars};
+    /// use candle_train::{AdamWHyper, Trainer};
+    /// # let vars = VarMap::new();
+    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// # let _net = (linear(2, 2, vb.pp("encoder"))?, linear(2, 2, vb.pp("head"))?);
+    ///
+    /// let train = Trainer::builder(&vars).build_with(|named, _device| {
+    ///     let group = |lr, is_in: fn(&str) -> bool| {
+    ///         let params = (0..named.len()).filter(|index| is_in(&named[*index].0));
+    ///         ParamGroup::new(AdamWHyper { lr, ..AdamWHyper::default() }, params)
+    ///     };
+    ///     let groups = [
+    ///         group(1e-5, |name| name.starts_with("encoder.")),
+    ///         group(1e-3, |name| !name.starts_with("encoder.")),
+    ///     ];
+    ///     let vars: Vec<_> = named.iter().map(|(_, var)| var.clone()).collect();
+    ///     Ok(Box::new(AdamW::from_groups(&vars, groups)?))
+    /// })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     ///
     /// The errors of [`build`](Self::build), and those of `make`; variables in no parameter group.
     pub fn build_with(
         self,
-        make: impl FnOnce(&[Var], &Device) -> candle_core::Result<Box<dyn Optimizer>>,
+        make: impl FnOnce(&[(String, Var)], &Device) -> Result<Box<dyn Optimizer>>,
     ) -> Result<Trainer> {
         let has_groups = self.groups != Paramwise::default();
         self.build_for(|variables, device| {
@@ -264,8 +330,7 @@ impl TrainerBuilder {
                 let text = "`groups` is for `build`: the optimizer of `build_with` has its own";
                 return Err(Error::InvalidArgument(text.to_owned()));
             }
-            let vars: Vec<_> = variables.iter().map(|(_, var)| var.clone()).collect();
-            Ok(make(&vars, device)?)
+            make(variables, device)
         })
     }
 
@@ -274,7 +339,14 @@ impl TrainerBuilder {
         make: impl FnOnce(&[(String, Var)], &Device) -> Result<Box<dyn Optimizer>>,
     ) -> Result<Trainer> {
         process::keep_freed_memory();
-        let own = self.prepare(make);
+        let average = self.average;
+        let own = self.prepare(|variables, device| {
+            let optimizer = make(variables, device)?;
+            Ok(match average {
+                Some(rule) => Box::new(Averaged::new(optimizer, rule)?),
+                None => optimizer,
+            })
+        });
         // A rank that has failed joins as well: the others wait for it.
         let group = match (&self.group, &own) {
             (Some(group), _) => Ok(group.clone()),
@@ -293,7 +365,9 @@ impl TrainerBuilder {
         };
         let device = tensors.params.tensors[0].device().clone();
         let compile = self.compile.as_ref().map(|options| format!("compile {options:?}"));
-        let described = variables.described().chain(compile);
+        let average = average.map(|rule| format!("average {rule:?}"));
+        let unchecked = (!self.checks_gradients).then(|| "check_gradients(false)".to_owned());
+        let described = variables.described().chain(compile).chain(average).chain(unchecked);
         let mut core = core.described(described).build(&mut tensors, optimizer)?;
         variables.broadcast(core.group())?;
         let seed = random_seed(self.seed, self.part.as_deref(), core.rank());
@@ -315,6 +389,7 @@ impl TrainerBuilder {
             device,
             statistics: Statistics::default(),
             seed: self.seed,
+            checks_gradients: self.checks_gradients,
         })
     }
 

@@ -33,6 +33,13 @@ pub enum Error {
         /// The remedy.
         advice: &'static str,
     },
+    /// Gradients do not match the loss.
+    #[error(
+        "{}; candle's own operators with a wrong gradient, or none, and their replacements are listed in \
+         `candle_ops::stock_candle`; if a gradient differs from the loss's on purpose (`detach`, a straight-through \
+         estimator), build the trainer with `check_gradients(false)`", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+    )]
+    WrongGradients(Vec<train_step::WrongGradient>),
     /// A call has invalid arguments.
     #[error("{0}")]
     InvalidArgument(String),

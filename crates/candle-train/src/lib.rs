@@ -62,8 +62,10 @@ mod cuda_device;
 mod data;
 mod error;
 mod eval;
+mod first_step;
 #[cfg(feature = "cuda")]
 mod gpu;
+pub mod gradient_check;
 #[cfg(feature = "cuda")]
 pub mod graph;
 mod inputs;
@@ -79,6 +81,7 @@ mod stored;
 mod sums;
 mod tensors;
 mod trainer;
+mod trainers;
 mod variables;
 
 pub use age::age;
@@ -93,18 +96,19 @@ pub use cuda_device::cuda_device;
 pub use data::{Fields, array, tensor};
 pub use error::{Error, Result};
 pub use fused_optim::{
-    AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper, RmsPropHyper,
-    ScheduleFreeAdamWHyper, SgdHyper,
+    self, AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper,
+    RmsPropHyper, ScheduleFreeAdamWHyper, SgdHyper, WeightAverage,
 };
 #[cfg(feature = "cuda")]
 pub use gpu::tune_optimizer;
 pub use inputs::Inputs;
 pub use parts::Parts;
-pub use resumable::Resumable;
+pub use resumable::{Resumable, TrainingData};
 pub use tensors::{ModelTensors, OnDevice, Tensors, report, set};
 pub use train_data::{self, DefaultSampler};
 pub use train_step::{self, Accumulation, CompileMode, CompileOptions, CompileReport, Outcome};
 pub use trainer::{Step, Trainer};
+pub use trainers::Trainers;
 pub use variables::is_buffer;
 
 /// Tests the examples of the README.

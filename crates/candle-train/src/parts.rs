@@ -4,8 +4,10 @@ use std::path::Path;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use train_data::DataLoader;
+use train_step::BoxError;
 
-use crate::{Result, Trainer};
+use crate::{Error, Result, Trainer};
 
 /// Several trainers of a program with one checkpoint: those of a GAN's generator and discriminator,
 /// of actor and critic, of student and teacher. Each has its own optimizer, precision, clipping and
@@ -108,6 +110,37 @@ impl<'a> Parts<'a> {
         path: impl AsRef<Path>,
     ) -> Result<(usize, Option<Vec<T>>)> {
         self.resumed(|core| core.resume_with_all(path))
+    }
+
+    /// As [`Trainer::resume_checked`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Trainer::resume_checked`] and [`resume`](Self::resume).
+    pub fn resume_checked<T: DeserializeOwned, R>(
+        &mut self,
+        path: impl AsRef<Path>,
+        check: impl FnOnce(Vec<T>) -> Result<R, BoxError>,
+    ) -> Result<(usize, Option<R>)> {
+        self.resumed(|core| core.resume_checked(path, check))
+    }
+
+    /// [Begins](Trainer::begin_epoch) an epoch of a loader for all trainers.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Trainer::begin_epoch`].
+    pub fn begin_epoch(&mut self, loader: &DataLoader, epoch: usize) -> Result<()> {
+        self.all.iter_mut().try_for_each(|trainer| trainer.begin_epoch(loader, epoch))
+    }
+
+    pub(crate) fn is_pending(&self) -> bool {
+        self.all.iter().any(|trainer| trainer.core.pending() > 0)
+    }
+
+    pub(crate) fn first(&self) -> Result<&Trainer> {
+        let first = self.all.first().map(|trainer| &**trainer);
+        first.ok_or_else(|| Error::InvalidArgument("`Parts` has no trainer".to_owned()))
     }
 
     fn resumed<R>(

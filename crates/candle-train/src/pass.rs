@@ -5,12 +5,15 @@ use std::cell::Cell;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarMap;
 use candle_ops::{Context, Tape};
+use collective::ProcessGroup;
 use tracing::debug_span;
 use train_step::StepContext;
 
 use crate::age::check_age;
 use crate::backward::ParamIndex;
+use crate::first_step::check_first_step;
 use crate::inputs::Inputs;
+use crate::tensors::ModelTensors;
 use crate::variables::{Statistics, Variables};
 use crate::{Error, Result};
 #[cfg(feature = "cuda")]
@@ -30,6 +33,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) checks: bool,
     /// Whether the batch counts.
     pub(crate) counts: bool,
+    /// The group of all ranks, if gradients are to be checked.
+    pub(crate) check: Option<ProcessGroup>,
 }
 
 /// Runs passes on a tape.
@@ -41,19 +46,30 @@ pub(crate) struct Recorder<'a> {
 }
 
 impl Pass<'_> {
-    /// Checks the variables, and copies the statistics of norm layers.
-    pub(crate) fn begin(&mut self) -> Result<()> {
+    /// Checks the variables, and copies the statistics of norm layers; in a run's first step checks
+    /// the gradients.
+    pub(crate) fn begin(
+        &mut self,
+        tensors: &ModelTensors,
+        forward: &mut dyn FnMut(&Inputs) -> candle_core::Result<Tensor>,
+    ) -> Result<()> {
         self.statistics.copy(&self.variables.buffers)?;
-        match self.checks {
-            true => self.variables.check_map(self.map),
-            false => Ok(()),
-        }
+        let known = if self.checks { self.variables.check_map(self.map) } else { Ok(()) };
+        let Some(group) = self.check.take() else { return known };
+        // All ranks take part, also one that has an error already.
+        let counts = self.counts && known.is_ok();
+        let Recorder { index, inputs, .. } = self.recorder;
+        let model = (tensors, self.variables, index);
+        let forward = &mut || forward(inputs);
+        let checked = self.context.enter(|| check_first_step(model, &group, counts, forward));
+        known.and(checked)
     }
 
     /// As [`run`](Self::run), for a step without a batch, which is no graph.
     pub(crate) fn run_alone(
         self,
-        forward: impl FnOnce() -> candle_core::Result<Tensor>,
+        mut forward: impl FnMut() -> candle_core::Result<Tensor>,
+        tensors: &ModelTensors,
         cx: &StepContext<'_>,
     ) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
@@ -62,16 +78,17 @@ impl Pass<'_> {
                         `Trainer::step_on`, or remove `fullgraph`";
             return Err(Error::InvalidArgument(text.to_owned()));
         }
-        self.run(|_| forward(), cx)
+        self.run(|_| forward(), tensors, cx)
     }
 
     /// Runs the passes, and reports gradients, unless the batch does not count.
     pub(crate) fn run(
         mut self,
-        forward: impl FnOnce(&Inputs) -> candle_core::Result<Tensor>,
+        mut forward: impl FnMut(&Inputs) -> candle_core::Result<Tensor>,
+        tensors: &ModelTensors,
         cx: &StepContext<'_>,
     ) -> Result<Tensor> {
-        self.begin()?;
+        self.begin(tensors, &mut forward)?;
         let Self { variables, recorder, context, statistics, .. } = self;
         let (loss, tape) = context.enter(|| recorder.record(|| forward(recorder.inputs)))?;
         if !self.counts {

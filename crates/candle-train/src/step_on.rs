@@ -101,9 +101,9 @@ impl Pass<'_> {
         cx: &mut StepContext<'_>,
     ) -> Result<Tensor> {
         let Some((graphs, buffers)) = self.graphs.take().filter(|_| self.counts) else {
-            return self.run(|inputs| eager(inputs, batch, &forward), cx);
+            return self.run(|inputs| eager(inputs, batch, &forward), tensors, cx);
         };
-        self.begin()?;
+        self.begin(tensors, &mut |inputs| eager(inputs, batch, &forward))?;
         let model = cuda::OnBatch { tensors, buffers, recorder: self.recorder, forward };
         let loss = self.context.enter(|| graphs.step(&model, batch, cx));
         if let Some(note) = cx.note.take() {
@@ -117,10 +117,10 @@ impl Pass<'_> {
         self,
         batch: &Batch,
         forward: impl Fn(&Fields) -> candle_core::Result<Tensor>,
-        _: &ModelTensors,
+        tensors: &ModelTensors,
         cx: &StepContext<'_>,
     ) -> Result<Tensor> {
-        self.run(|inputs| eager(inputs, batch, &forward), cx)
+        self.run(|inputs| eager(inputs, batch, &forward), tensors, cx)
     }
 }
 

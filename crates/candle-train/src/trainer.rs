@@ -9,13 +9,14 @@ use candle_ops::Context;
 use collective::ProcessGroup;
 use fused_optim::Optimizer;
 use train_data::Array;
-use train_step::{CompileReport, Outcome, StepContext};
+use train_step::{CompileReport, Outcome, StepContext, WrongGradient};
 
 #[cfg(doc)]
 use crate::Clip;
 use crate::backward::ParamIndex;
 use crate::compile::Compiled;
 use crate::eval::with_eval_weights;
+use crate::first_step::check_all;
 use crate::inputs::Inputs;
 use crate::pass::{Pass, Recorder};
 use crate::tensors::ModelTensors;
@@ -52,6 +53,8 @@ pub struct Trainer {
     /// Copies to the variables' device.
     pub(crate) inputs: Inputs,
     pub(crate) seed: u64,
+    /// Whether the first step is to check gradients.
+    pub(crate) checks_gradients: bool,
 }
 
 impl Trainer {
@@ -71,6 +74,9 @@ impl Trainer {
     ///
     /// All of `forward` must run on this thread: layers run by others have neither dropout nor
     /// autocast. Operators of other threads on variables may fail while a step updates these.
+    ///
+    /// In a run's first step `forward` is called several times, to
+    /// [check gradients](crate::TrainerBuilder::check_gradients).
     ///
     /// A step is the mean of the losses of its batches and ranks, whatever the number of samples or
     /// tokens of each; if they differ, use [`step_weighted`](Self::step_weighted).
@@ -92,8 +98,8 @@ impl Trainer {
     /// in an earlier batch. After a failure of the process group, an update that fails (other than
     /// by [`NonFinite`]), and on several GPUs after any error, all later calls fail, and
     /// other ranks may have taken the step.
-    pub fn step(&mut self, forward: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Step> {
-        self.train(None, |pass, _, cx| pass.run_alone(forward, cx))
+    pub fn step(&mut self, forward: impl FnMut() -> candle_core::Result<Tensor>) -> Result<Step> {
+        self.train(None, |pass, tensors, cx| pass.run_alone(forward, tensors, cx))
             .map_err(|error| self.failed("step", error))
     }
 
@@ -130,9 +136,12 @@ impl Trainer {
     pub fn step_weighted(
         &mut self,
         count: usize,
-        forward: impl FnOnce() -> candle_core::Result<Tensor>,
+        forward: impl FnMut() -> candle_core::Result<Tensor>,
     ) -> Result<Step> {
-        let trained = self.train(Some(count), |pass, _, cx| pass.run_alone(forward, cx));
+        let run = |pass: Pass<'_>, tensors: &ModelTensors, cx: &mut StepContext<'_>| {
+            pass.run_alone(forward, tensors, cx)
+        };
+        let trained = self.train(Some(count), run);
         trained.map_err(|error| self.failed("step_weighted", error))
     }
 
@@ -144,6 +153,8 @@ impl Trainer {
     ) -> Result<Step> {
         self.statistics.begin();
         let (checks, counts) = (self.core.is_first_batch(), count != Some(0));
+        let is_first = checks && self.steps() == 0 && std::mem::take(&mut self.checks_gradients);
+        let check = is_first.then(|| self.group().clone());
         let Self { map, variables, tensors, index, core, context, statistics, .. } = self;
         let Self { inputs, has_lowered, .. } = self;
         let recorder = Recorder { index, inputs, has_lowered };
@@ -157,6 +168,7 @@ impl Trainer {
             graphs: self.compiled.as_mut().and_then(|compiled| compiled.graphs.as_mut()),
             checks,
             counts,
+            check,
         };
         let run = |tensors: &mut ModelTensors, cx: &mut StepContext<'_>| run(pass, tensors, cx);
         let ended = match count {
@@ -228,6 +240,46 @@ impl Trainer {
         let evaluated =
             with_eval_weights(&tensors.params, core.optimizer(), || context.evaluate(forward));
         evaluated.expect("the variables are this trainer's")
+    }
+
+    /// Compares the gradient of each trained variable with differences of the loss, and returns
+    /// those that are wrong; see [`gradient_check`](crate::gradient_check) for the method and its
+    /// limits. `forward` is run four times for each variable, without autocast, and has to return
+    /// the same loss each time: on a fixed batch, without random numbers of candle's own. Variables
+    /// and all other state are as before then. Other ranks need not call it.
+    ///
+    /// The [first step](crate::TrainerBuilder::check_gradients) runs a shorter check by itself.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Module, Tensor};
+    /// # use candle_nn::{VarBuilder, VarMap};
+    /// # use candle_train::{AdamWHyper, Trainer};
+    /// # let vars = VarMap::new();
+    /// # let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// # let net = candle_nn::conv2d(1, 2, 3, Default::default(), vb)?;
+    /// # let image = Tensor::arange(0f32, 36.0, &Device::Cpu)?.sin()?.reshape((1, 1, 6, 6))?;
+    /// # let mut train = Trainer::builder(&vars).build(AdamWHyper::default())?;
+    /// // candle's pooling of 2 x 2 returns a quarter of the gradient.
+    /// let wrong = train.check_gradients(|| {
+    ///     # #[allow(clippy::disallowed_methods)]
+    ///     net.forward(&image)?.max_pool2d(2)?.sqr()?.mean_all()
+    /// })?;
+    /// let names: Vec<_> = wrong.iter().map(|wrong| &wrong.name[..]).collect();
+    /// assert_eq!(names, ["bias", "weight"]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Errors of `forward`; a loss of several elements; variables of half types, which are too
+    /// coarse for differences.
+    #[doc(alias = "gradcheck")]
+    pub fn check_gradients(
+        &mut self,
+        mut forward: impl FnMut() -> candle_core::Result<Tensor>,
+    ) -> Result<Vec<WrongGradient>> {
+        let Self { variables, tensors, index, context, .. } = self;
+        context.enter(|| check_all((tensors, variables, index), &mut forward))
     }
 
     /// Drops the gradients of the batches since the last step. Within an epoch of

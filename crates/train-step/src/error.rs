@@ -6,7 +6,10 @@ use std::path::PathBuf;
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// An error of a step or of a schedule.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` prints the same text as `Display`, because a `main` that returns an error prints it with
+/// `Debug`.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A number of a schedule is invalid, or its metric is missing; the text names its key.
@@ -173,6 +176,12 @@ pub enum Error {
         /// Text of that error.
         cause: String,
     },
+}
+
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {

@@ -50,7 +50,7 @@ pub use schedule::{
     Anneal, Comparison, Floor, NOT_BY_EPOCHS, OneCycle, Param, Plateau, RunLength, Scheduler,
     SchedulerConfig, Schedules, Shape, Threshold, differences, find_metric,
 };
-pub use spec::TensorSpec;
+pub use spec::{TensorSpec, WrongGradient};
 pub use trainer::{
     Outcome, Parts, Schedule, Step, Trainer, TrainerBuilder, is_reserved, optimizer_state,
 };

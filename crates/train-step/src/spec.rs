@@ -1,5 +1,7 @@
 //! `TensorSpec`: name, shape and type of a parameter or buffer.
 
+use std::fmt;
+
 use fused_optim::DType;
 
 /// Name, shape and type of a parameter or buffer.
@@ -27,6 +29,36 @@ impl TensorSpec {
         match self.shape[..] {
             [rows, _, ..] => rows,
             _ => 0,
+        }
+    }
+}
+
+/// A parameter whose gradient does not match the loss.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WrongGradient {
+    /// Name of the parameter.
+    pub name: String,
+    /// Slope of the loss along a random direction, computed from the gradient; `None` without a
+    /// gradient.
+    pub gradient: Option<f64>,
+    /// The same slope computed from differences of the loss.
+    pub difference: f64,
+}
+
+impl fmt::Display for WrongGradient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, difference, .. } = self;
+        match self.gradient {
+            Some(gradient) => write!(
+                f,
+                "the gradient of `{name}` is wrong: the slope of the loss along a random direction is \
+                 {difference:.4e}, the gradient yields {gradient:.4e}"
+            ),
+            None => write!(
+                f,
+                "`{name}` has no gradient, but the loss depends on it: its slope along a random \
+                 direction is {difference:.4e}"
+            ),
         }
     }
 }

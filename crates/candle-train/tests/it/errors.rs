@@ -236,9 +236,9 @@ fn a_loss_made_before_the_step_is_an_error_that_says_so() {
     let mut train = Trainer::builder(&vars).group(alone()).build(AdamWHyper::default()).unwrap();
     let (x, y) = batch(&[0, 1, 2, 3]);
     let loss = cross_entropy(&net.forward(&x).unwrap(), &y).unwrap();
-    let error = train.step(|| Ok(loss)).unwrap_err().to_string();
+    let error = train.step(|| Ok(loss.clone())).unwrap_err().to_string();
     let loss = Tensor::ones((), DType::F32, &Device::Cpu).unwrap();
-    let constant = train.step(|| Ok(loss)).unwrap_err().to_string();
+    let constant = train.step(|| Ok(loss.clone())).unwrap_err().to_string();
     for error in [error, constant] {
         assert!(error.contains("run the forward pass within the closure"), "{error}");
     }

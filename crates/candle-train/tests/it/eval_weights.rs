@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_nn::VarMap;
 use candle_ops::cross_entropy;
-use candle_train::{ScheduleFreeAdamWHyper, Trainer};
+use candle_train::{ScheduleFreeAdamWHyper, SgdHyper, Trainer, WeightAverage};
 use collective::ProcessGroup;
 use fused_optim::candle::FromVars;
 use fused_optim::{CpuOptimizer, Optimizer};
@@ -21,8 +21,9 @@ const HYPER: ScheduleFreeAdamWHyper = ScheduleFreeAdamWHyper {
 };
 
 /// On the CPU. `build` does not take this rule with the feature `cuda`: there is no kernel of it.
-fn optimizer(vars: &[Var], _: &Device) -> candle_core::Result<Box<dyn Optimizer>> {
-    Ok(Box::new(CpuOptimizer::from_vars(vars, HYPER)?))
+fn optimizer(named: &[(String, Var)], _: &Device) -> candle_train::Result<Box<dyn Optimizer>> {
+    let vars: Vec<_> = named.iter().map(|(_, var)| var.clone()).collect();
+    Ok(Box::new(CpuOptimizer::from_vars(&vars, HYPER)?))
 }
 
 /// A model with variables of this type, and a trainer of it.
@@ -127,4 +128,59 @@ fn the_trained_weights_of_two_names_are_resumed() {
     let (vars, _net, mut train) = build();
     train.resume(&path).unwrap();
     assert_eq!(values(&vars), trained);
+}
+
+#[test]
+fn averages_of_weights_are_evaluated_saved_and_resumed() {
+    let directory = tempfile::tempdir().unwrap();
+    let rules = [WeightAverage::Ema { decay: 0.7 }, WeightAverage::Swa { start: 3 }];
+    for (rule, name) in rules.into_iter().zip(["ema", "swa"]) {
+        let path = directory.path().join(name);
+        ranks(2, |group| {
+            let build = |vars: &VarMap| {
+                let builder = Trainer::builder(vars).group(group.clone()).average(rule);
+                builder.build(SgdHyper { lr: 0.1, ..SgdHyper::default() }).unwrap()
+            };
+            let (vars, net) = model(3);
+            let (mut train, mut after) = (build(&vars), Vec::new());
+            for at in 0..6 {
+                if at == 4 {
+                    train.save(&path, 1).unwrap();
+                }
+                step(&mut train, &net, DType::F32);
+                after.push(values(&vars));
+            }
+            let mut expected = after[0].clone();
+            for (at, weights) in after.iter().enumerate().skip(1) {
+                let share = match rule {
+                    WeightAverage::Ema { decay } => 1.0 - decay as f32,
+                    WeightAverage::Swa { .. } if at < 3 => 1.0,
+                    WeightAverage::Swa { .. } => 1.0 / (at - 1) as f32,
+                };
+                for (mean, new) in expected.iter_mut().flatten().zip(weights.iter().flatten()) {
+                    *mean += share * (new - *mean);
+                }
+            }
+            let evaluated = train.evaluate(|| values(&vars));
+            for (mean, found) in expected.iter().flatten().zip(evaluated.iter().flatten()) {
+                assert!((mean - found).abs() < 1e-6, "{rule:?}");
+            }
+            assert_eq!(values(&vars), after[5]);
+            // The file has the averages as the model's weights.
+            let read = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+            let (others, net) = model(9);
+            let mut train = build(&others);
+            assert_eq!(train.resume(&path).unwrap(), 1);
+            assert_eq!(values(&others), after[3]);
+            let means = train.evaluate(|| values(&others));
+            let mut names: Vec<_> = others.data().lock().unwrap().keys().cloned().collect();
+            names.sort();
+            assert_eq!(names.iter().map(|name| floats(&read[name])).collect::<Vec<_>>(), means);
+            for _ in 0..2 {
+                step(&mut train, &net, DType::F32);
+            }
+            assert_eq!(values(&others), after[5]);
+            assert_eq!(train.evaluate(|| values(&others)), evaluated);
+        });
+    }
 }

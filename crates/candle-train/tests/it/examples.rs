@@ -20,9 +20,17 @@ mod image_folder;
 #[expect(dead_code, reason = "the example's main")]
 mod llama;
 
+#[path = "../../examples/series.rs"]
+#[expect(dead_code, reason = "the example's main")]
+mod series;
+
 #[path = "../../examples/text_stream.rs"]
 #[expect(dead_code, reason = "the example's main")]
 mod text_stream;
+
+#[path = "../../examples/unet.rs"]
+#[expect(dead_code, reason = "the example's main")]
+mod unet;
 
 use std::path::Path;
 use std::process::{Child, Command};
@@ -187,4 +195,26 @@ fn adapters_of_a_llama_learn_the_answers_of_chats() {
         let [a, b] = [&parts, &whole].map(|out| std::fs::read(out.join(name)).unwrap());
         assert!(a == b, "{name} differs");
     }
+}
+
+/// A mask of all pixels has about 0.15.
+#[test]
+fn unet_learns_and_goes_on_exactly() {
+    let dir = tempfile::tempdir().unwrap();
+    let [parts, whole] = ["parts", "whole"].map(|name| dir.path().join(name));
+    let expected = unet::train(&whole, 6).unwrap();
+    unet::train(&parts, 2).unwrap();
+    assert_eq!(unet::train(&parts, 6).unwrap(), expected);
+    assert!(expected > 0.7, "{expected}");
+}
+
+/// The mean of all values has an error of about 0.3.
+#[test]
+fn series_learns_and_goes_on_exactly() {
+    let dir = tempfile::tempdir().unwrap();
+    let [parts, whole] = ["parts", "whole"].map(|name| dir.path().join(name));
+    let expected = series::train(&whole, 120).unwrap();
+    series::train(&parts, 50).unwrap();
+    assert_eq!(series::train(&parts, 120).unwrap(), expected);
+    assert!(expected < 0.06, "{expected}");
 }

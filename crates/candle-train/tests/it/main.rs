@@ -7,15 +7,16 @@ mod checkpoint;
 #[path = "../../../collective/tests/it/common/collector.rs"]
 mod collector;
 mod compile;
-
 mod errors;
 mod eval_weights;
 mod examples;
 mod failures;
+mod first_step;
 mod order;
 mod parts;
 mod recovery;
 mod refusals;
+mod resumable;
 mod resume;
 mod schedules;
 mod step_on;

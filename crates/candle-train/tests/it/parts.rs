@@ -119,11 +119,19 @@ fn files_of_other_trainers_are_refused_by_name() {
         vars_of(&nets[0]).save(&one).unwrap();
         let error = said(Parts::of(&mut all).resume(&one));
         assert!(error.contains("no checksum"), "{error}");
+        // A file of this run keeps its trainers and their data.
+        let bytes = std::fs::read(&both).unwrap();
+        let error = all[0].save(&both, 2).unwrap_err().to_string();
+        assert!(error.contains(r#"it has the trainers ["first", "second"]"#), "{error}");
+        let error = Parts::of(&mut all).save(&both, 2).unwrap_err().to_string();
+        assert!(error.contains("it has data of each rank"), "{error}");
+        assert!(std::fs::read(&both).unwrap() == bytes);
         let error = train_step::optimizer_state(&both).unwrap_err().to_string();
         assert!(error.contains(r#"it has several trainers, ["first", "second"]"#), "{error}");
         // The order of a call does not matter.
         let [first, second] = &mut all;
         assert_eq!(Parts::of([second, first]).resume_with(&both).unwrap(), (1, Some(7)));
+        std::fs::remove_file(&both).unwrap();
         let [first, second] = &mut all;
         Parts::of([second, first]).save(&both, 2).unwrap();
         Parts::of(&mut all).save(&both, 3).unwrap();
@@ -145,8 +153,17 @@ fn parts_of_different_groups_and_names_of_entries_are_refused() {
         let [mut a, _] = trainers(&nets, &group);
         let [_, mut b] = trainers(&nets, &alone);
         let error = Parts::of([&mut a, &mut b]).save(&path, 1).unwrap_err().to_string();
-        assert!(error.contains("part `second` rank 0 of 1: build all with the group"), "{error}");
+        assert!(
+            error.contains("parts `first` and `second` have process groups of their own"),
+            "{error}"
+        );
     });
+    // Equal ranks of equally large groups.
+    let both = nets();
+    let group = || ProcessGroup::threads(1, Duration::from_secs(5)).unwrap().remove(0);
+    let ([mut a, _], [_, mut b]) = (trainers(&both, &group()), trainers(&both, &group()));
+    let error = Parts::of([&mut a, &mut b]).save(&path, 1).unwrap_err().to_string();
+    assert!(error.contains("have process groups of their own"), "{error}");
     for name in ["train_step", "candle_train", "", "a.b"] {
         let builder = Trainer::builder(&nets()[0].0).part(name);
         let error = builder.build(AdamWHyper::default()).unwrap_err().to_string();

@@ -13,8 +13,6 @@
 //!
 //! `engine/candle/` is the default implementation (feature `candle`).
 
-use std::fmt;
-
 use fused_optim::{DType, Optimizer};
 
 use crate::data::{Array, Batch};
@@ -32,40 +30,11 @@ pub use compile::{CompileBackend, CompileMode, CompileOptions, CompileReport, re
 pub use train_step::{
     Averaged, DeviceAverages, DeviceBuckets, DeviceModel, DeviceTensor, EngineState, GradSink,
     Gradient, HostTensor, Model, OptimizerStep, SharedSink, StepContext, TensorSpec, Visit,
+    WrongGradient,
 };
 pub(crate) use train_step::{broadcast, has_non_finite, round_into, to_f32};
 
 pub use crate::placement::ComputeDevice;
-
-/// A parameter whose gradient does not match the loss.
-#[derive(Clone, Debug, PartialEq)]
-pub struct WrongGradient {
-    /// Name of the parameter.
-    pub name: String,
-    /// Slope of the loss along a random direction, computed from the gradient; `None` without a
-    /// gradient.
-    pub gradient: Option<f64>,
-    /// The same slope computed from differences of the loss.
-    pub difference: f64,
-}
-
-impl fmt::Display for WrongGradient {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, difference, .. } = self;
-        match self.gradient {
-            Some(gradient) => write!(
-                f,
-                "the gradient of `{name}` is wrong: the slope of the loss along a random direction is \
-                 {difference:.4e}, the gradient yields {gradient:.4e}"
-            ),
-            None => write!(
-                f,
-                "`{name}` has no gradient, but the loss depends on it: its slope along a random \
-                 direction is {difference:.4e}"
-            ),
-        }
-    }
-}
 
 /// Precision of `f32` matrix products on a GPU, as in PyTorch's `set_float32_matmul_precision`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

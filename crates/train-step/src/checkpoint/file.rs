@@ -263,6 +263,15 @@ impl Reader {
         Some(bytes)
     }
 
+    /// Reads the names of a file's entries without verifying it; none if it cannot be read.
+    pub fn peek_names(path: &Path) -> Vec<String> {
+        let header = open(path).ok().flatten().and_then(|file| {
+            let (_, _, _, header) = read_header(&file, file.metadata().ok()?.len()).ok()?;
+            Some(header)
+        });
+        header.map_or_else(Vec::new, |header| header.offset_keys())
+    }
+
     /// Identifies the content.
     #[must_use]
     pub const fn id(&self) -> Id {

@@ -46,6 +46,12 @@ impl Places {
         self.known.insert(target.path(), id);
     }
 
+    /// Whether this trainer has resumed from or saved to this path, and found or left a file there.
+    pub fn knows(&self, path: &Path) -> bool {
+        let target = Target::of(path).ok();
+        target.and_then(|target| *self.known.get(&target.path())?).is_some()
+    }
+
     /// Replaces the file at `path` by one that `write` writes, and returns. `describe` tells about
     /// a checkpoint of another run.
     ///

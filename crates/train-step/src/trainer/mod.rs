@@ -424,7 +424,8 @@ impl Trainer {
             return Ok(());
         }
         Err(Error::InvalidArgument(format!(
-            "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`"
+            "{pending} batches wait for a step: train the epoch's other batches, or call `zero_grad`; an epoch's \
+             last batch ends in a step if this trainer has begun the epoch"
         )))
     }
 

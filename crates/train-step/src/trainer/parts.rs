@@ -8,10 +8,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Trainer;
-use super::resume::{Resumed, all_own, own_of, resume_all, without_own};
+use super::resume::{Own, Resumed, all_own, own_of, resume_all, without_own};
 use super::save::{Saved, encode, save_all};
 use crate::checkpoint::Stored;
-use crate::{Error, Result};
+use crate::{BoxError, Error, Result};
 
 /// Several trainers of a program with one checkpoint: those of a GAN's generator and discriminator,
 /// of actor and critic, of student and teacher. Each has its own optimizer, precision, clipping and
@@ -140,6 +140,19 @@ impl<'a> Parts<'a> {
         resume_all(&mut self.resumed()?, path.as_ref(), all_own)
     }
 
+    /// As [`Trainer::resume_checked`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Trainer::resume_checked`] and [`resume`](Self::resume).
+    pub fn resume_checked<T: DeserializeOwned, R>(
+        &mut self,
+        path: impl AsRef<Path>,
+        check: impl FnOnce(Vec<T>) -> Result<R, BoxError>,
+    ) -> Result<(usize, Option<R>)> {
+        resume_all(&mut self.resumed()?, path.as_ref(), |own: Own<'_>| check(all_own(own)?))
+    }
+
     /// Returns an error for trainers without names, or with equal ones.
     fn check(&self) -> Result<()> {
         let mut names = HashSet::new();
@@ -151,16 +164,15 @@ impl<'a> Parts<'a> {
             None => match self.all.split_first() {
                 None => "`Parts` has no trainer: add some by `with`".to_owned(),
                 Some(((first, _), others)) => {
-                    let of = |trainer: &Trainer| (trainer.rank(), trainer.world_size());
-                    let Some((other, _)) = others.iter().find(|(other, _)| of(other) != of(first))
-                    else {
+                    let is_other =
+                        |other: &Trainer| !other.group().is_same_membership(first.group());
+                    let Some((other, _)) = others.iter().find(|(other, _)| is_other(other)) else {
                         return Ok(());
                     };
                     let name = |trainer: &Trainer| trainer.part.clone().unwrap_or_default();
-                    let ((rank, ranks), (other_rank, other_ranks)) = (of(first), of(other));
                     format!(
-                        "part `{}` is rank {rank} of {ranks}, part `{}` rank {other_rank} of {other_ranks}: build \
-                         all with the group of the first, `TrainerBuilder::group`",
+                        "parts `{}` and `{}` have process groups of their own, so ranks could not compare their \
+                         calls across them: build all with a clone of the first one's, `TrainerBuilder::group`",
                         name(first),
                         name(other)
                     )

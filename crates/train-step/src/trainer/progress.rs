@@ -19,7 +19,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Trainer;
-use crate::checkpoint::Reader;
 use crate::{Result, Scheduler};
 
 /// Beginning of the names of entries that are not tensors.
@@ -93,12 +92,12 @@ impl<'a> Names<'a> {
 const PARTS: &str = "parts.";
 
 /// Names of the trainers of a file of several.
-pub(super) fn parts_of(file: &Reader) -> Vec<String> {
-    let part = |name: &String| {
+pub(super) fn parts_of(names: impl IntoIterator<Item = impl AsRef<str>>) -> Vec<String> {
+    let part = |name: &str| {
         let name = name.strip_prefix(PREFIX)?.strip_prefix(PARTS)?;
         Some(name.split_once('.').filter(|(_, entry)| *entry == TRAINER)?.0.to_owned())
     };
-    let mut parts: Vec<_> = file.names().filter_map(part).collect();
+    let mut parts: Vec<_> = names.into_iter().filter_map(|name| part(name.as_ref())).collect();
     parts.sort();
     parts
 }

@@ -404,7 +404,7 @@ fn read<'a, T, S: Stored + ?Sized>(
 
 /// Checks that a file is of these trainers.
 fn check_parts<S: ?Sized>(file: &Reader, all: &[Resumed<'_, S>]) -> Result<(), BoxError> {
-    let saved = parts_of(file);
+    let saved = parts_of(file.names());
     let mut own: Vec<_> = all.iter().filter_map(|resumed| resumed.part).collect();
     own.sort_unstable();
     match (saved.is_empty(), own.is_empty()) {
@@ -487,7 +487,7 @@ pub fn optimizer_state(path: impl AsRef<Path>) -> Result<StateDict> {
         };
         let names = names_of(&file);
         let Some(progress) = file.bytes(&names.trainer())? else {
-            let parts = parts_of(&file);
+            let parts = parts_of(file.names());
             return match parts.is_empty() {
                 true => Ok(StateDict::from_safetensors(&std::fs::read(path)?)?),
                 false => {

@@ -11,7 +11,7 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use super::progress::{FORMAT, Names, OLD_PREFIX, Progress};
+use super::progress::{FORMAT, Names, OLD_PREFIX, Progress, parts_of};
 use crate::checkpoint::{Entry, Id, Reader, Stored, Writer};
 use crate::{BoxError, Error, Result};
 
@@ -180,6 +180,10 @@ pub(super) fn save_all<S: Stored + ?Sized>(
     let part = all[0].part;
     let written = first.is_main().then(|| {
         let mut saves = first.saves.borrow_mut();
+        let loses = if saves.knows(path) { loses(path, &parts[0]) } else { None };
+        if loses.is_some() {
+            return loses;
+        }
         let describe = |path: &Path| describe(path, part);
         let written = saves.save(path, |new| write(all, new, &parts, &own), describe);
         written.err().map(|error| error.to_string())
@@ -331,6 +335,26 @@ fn check_alike(parts: &[Vec<RankState>]) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Returns why a file of this run must not be replaced by one of these trainers: it has more.
+fn loses(path: &Path, parts: &[RankState]) -> Option<String> {
+    let names = Reader::peek_names(path);
+    let others = parts_of(&names);
+    let mut own: Vec<_> = parts.iter().filter_map(|part| part.part.clone()).collect();
+    own.sort();
+    if own.is_empty() && !others.is_empty() {
+        return Some(format!(
+            "it has the trainers {others:?}, and would have one of them: save them by `Parts`, or this one to \
+             another path"
+        ));
+    }
+    let has_own = names.contains(&Names::new(None).own(0));
+    (has_own && parts[0].own.is_none()).then(|| {
+        "it has data of each rank, such as a position in the data set, and would have none: save by `save_with`, \
+         or to another path"
+            .to_owned()
+    })
 }
 
 /// Describes the checkpoint of another run.

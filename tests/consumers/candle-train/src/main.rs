@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             // this rank's part of each batch of 32
             let rows = Tensor::new(rows, &Device::Cpu)?;
             let (x, y) = (x.index_select(&rows, 0)?, y.index_select(&rows, 0)?);
-            let step = train.step(|| (net.forward(&x)? - y)?.sqr()?.mean_all())?;
+            let step = train.step(|| (net.forward(&x)? - &y)?.sqr()?.mean_all())?;
             println!("epoch {epoch}: loss {:.5}", train.mean(&step.loss)?); // of all ranks
         }
         train.save(path, epoch + 1)?; // run again after a kill, it goes on here with the same bits

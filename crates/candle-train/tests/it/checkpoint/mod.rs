@@ -230,6 +230,9 @@ fn data_of_the_ranks_are_neither_dropped_nor_taken_for_others() {
     assert!(error.contains("this run has 1: resume with 2"), "{error}");
     assert_eq!(train.resume_with_all(&path).unwrap(), (2, Some(vec![7, 8])));
     assert_eq!(train.resume_with_all::<IgnoredAny>(&path).unwrap().1.unwrap().len(), 2);
+    let error = train.save(&path, 3).unwrap_err().to_string();
+    assert!(error.contains("it has data of each rank"), "{error}");
+    let path = path.with_extension("other");
     train.save(&path, 3).unwrap();
     let error = train.resume_with::<usize>(&path).unwrap_err().to_string();
     assert!(error.contains("it was saved by `save`"), "{error}");

@@ -136,11 +136,6 @@ impl Loss {
         self
     }
 
-    /// Returns the loss as a number.
-    pub(super) fn number(&self) -> Result<f64> {
-        scalar_of(&self.value)?.to_scalar()
-    }
-
     /// Checks the loss; returns names and values of it and the other scalars, a tensor of `f64`.
     pub(super) fn scalars(&self) -> RunnerResult<(Vec<String>, Tensor)> {
         let Self { value, .. } = self;

@@ -56,13 +56,13 @@
 //! with kernels, CUDA kernels.
 //!
 //! Under autocast an operator first casts its inputs by PyTorch's lists, with PyTorch's name for
-//! it: `conv2d`, `conv3d`, `conv_transpose2d`, `group_norm`, `instance_norm`, `linear`,
+//! it: `conv2d`, `conv3d`, `conv_transpose2d`, `group_norm`, `linear`,
 //! `scaled_dot_product_attention`, `lstm_cell`, `gru_cell`, `cross_entropy_loss`, `layer_norm`,
-//! `rms_norm`, `softmax`, `log_softmax`, `sum`, `mean`. In no list, but available for custom rules,
-//! are `batch_norm`, `mul`, `gather`, `pad`, `avg_pool2d`, `embedding`, `gelu`, `silu` (also for
-//! `swiglu`), `tanh`, `sigmoid`, `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`,
-//! `rope`, `relu`, `add`, `max_pool2d`, `adaptive_avg_pool2d`, `upsample_nearest2d`,
-//! `upsample_bilinear2d`.
+//! `rms_norm`, `softmax`, `log_softmax`, `sum`, `upsample_nearest2d`, `upsample_bilinear2d`. In no
+//! list, but available for custom rules, are `instance_norm`, `mean`, `batch_norm`, `mul`,
+//! `gather`, `pad`, `avg_pool2d`, `embedding`, `gelu`, `silu` (also for `swiglu`), `tanh`, `sigmoid`,
+//! `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`, `rope`, `relu`, `add`,
+//! `max_pool2d`, `adaptive_avg_pool2d`.
 
 mod activation;
 mod attention;
@@ -95,7 +95,6 @@ pub use activation::softmax::softmax;
 pub use attention::rope::{rope, rope_i, rope_thd};
 pub use attention::{AttentionOptions, SdpaOptions, scaled_dot_product_attention, self_attention};
 pub use autocast::{autocast, cast, lowered_operators, mixed_types_advice};
-pub use candle_nn::ops::{pixel_shuffle, pixel_unshuffle};
 pub use conv::conv3d::conv3d;
 pub use conv::transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose2d, conv1d};
 pub use conv::{ConvOptions, conv2d};
@@ -107,7 +106,9 @@ pub use error::Error;
 pub use graph::tape::{Sources, Tape, record};
 pub use image::avg_pool::{adaptive_avg_pool2d, avg_pool2d};
 pub use image::pool::{global_avg_pool, max_pool2d};
-pub use image::upsample::{upsample_bilinear2d, upsample_nearest2d};
+pub use image::upsample::{
+    pixel_shuffle, pixel_unshuffle, upsample_bilinear2d, upsample_nearest2d,
+};
 pub use index::embedding::{embedding, embedding_with_padding};
 pub use index::scatter::{scatter, scatter_add};
 pub use index::take::{PadMode, gather, pad};

@@ -46,6 +46,12 @@ pub fn autocast<R>(policy: &Autocast, call: impl FnOnce() -> R) -> R {
     result
 }
 
+/// Runs a call without a policy: an operator that is composed of another one, whose inputs are cast
+/// by its own rule.
+pub(crate) fn without<R>(call: impl FnOnce() -> R) -> R {
+    context::replacing(|context| &mut context.autocast, None, call).0
+}
+
 /// Number of operators that have run in the lower precision under the current policy, including
 /// inner regions.
 pub fn lowered_operators() -> usize {

@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::{ConvOptions, conv2d, positions, spread};
+use crate::autocast::without;
 use crate::cast;
 use crate::index::take::{OUTSIDE, Take};
 use crate::sizes::Window;
@@ -23,7 +24,13 @@ pub fn conv3d(
     options: impl Into<ConvOptions>,
 ) -> Result<Tensor> {
     let options = options.into();
-    let [x, weight] = cast("conv3d", [x, weight])?;
+    let ([x, weight], bias) = match bias {
+        Some(bias) => {
+            let [x, weight, bias] = cast("conv3d", [x, weight, bias])?;
+            ([x, weight], Some(bias))
+        }
+        None => (cast("conv3d", [x, weight])?, None),
+    };
     let (n, c, depth, height, width) = x.dims5()?;
     let (o, weight_c, taps, kernel_height, kernel_width) = weight.dims5()?;
     let ConvOptions { stride, padding, dilation, .. } = options;
@@ -48,7 +55,7 @@ pub fn conv3d(
     let take = Take { from, block: c * depth * run, run, fill: 0.0 };
     let images = take.apply(&x, (n * frames, c * taps, height, width).into())?;
     let weight = weight.reshape((o, weight_c * taps, kernel_height, kernel_width))?;
-    let y = conv2d(&images, &weight, bias, options)?;
+    let y = without(|| conv2d(&images, &weight, bias.as_ref(), options))?;
     let (_, _, out_height, out_width) = y.dims4()?;
     y.reshape((n, frames, o, out_height, out_width))?.transpose(1, 2)?.contiguous()
 }

@@ -330,17 +330,23 @@ pub(crate) fn spread(kernel: usize, dilation: usize) -> Result<usize> {
     match kernel {
         _ if dilation == 0 => bail!("conv2d: a dilation of 0"),
         0 => Ok(0),
-        _ => Ok((kernel - 1) * dilation + 1),
+        _ => match (kernel - 1).checked_mul(dilation).and_then(|size| size.checked_add(1)) {
+            Some(size) => Ok(size),
+            None => bail!("conv2d: a kernel of {kernel} with a dilation of {dilation} overflows"),
+        },
     }
 }
 
 /// Number of window positions along an axis.
 pub(crate) fn positions(extent: usize, kernel: usize, window: Window) -> Result<usize> {
-    let padded = extent + 2 * window.padding;
-    if window.stride == 0 || kernel == 0 || kernel > padded || extent == 0 {
-        bail!("a window of {kernel} with {window:?} does not fit an extent of {extent}");
+    let padded = window.padding.checked_mul(2).and_then(|both| both.checked_add(extent));
+    let rest = padded.and_then(|padded| padded.checked_sub(kernel));
+    match rest {
+        Some(rest) if window.stride != 0 && kernel != 0 && extent != 0 => {
+            Ok(rest / window.stride + 1)
+        }
+        _ => bail!("a window of {kernel} with {window:?} does not fit an extent of {extent}"),
     }
-    Ok((padded - kernel) / window.stride + 1)
 }
 
 /// The range of output positions for which tap `tap` of a window is inside the image, along one

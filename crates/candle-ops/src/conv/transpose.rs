@@ -3,7 +3,7 @@
 use candle_core::{Result, Shape, Tensor, bail};
 
 use super::dispatch;
-use super::{ConvOptions, conv2d};
+use super::{ConvOptions, conv2d, positions, spread};
 use crate::cpu::real::Real;
 use crate::cpu::sums::sum;
 use crate::linear::weighted::{self, Gradients, Kernel};
@@ -68,7 +68,7 @@ pub fn conv_transpose1d(
     let whole = ConvTransposeOptions { padding: 0, ..options };
     let y = conv_transpose2d(&x, &weight, bias, whole)?;
     let cut = options.padding;
-    match y.dim(3)?.checked_sub(2 * cut) {
+    match cut.checked_mul(2).and_then(|both| y.dims()[3].checked_sub(both)) {
         Some(length) if length > 0 => {
             y.narrow(2, 0, 1)?.narrow(3, cut, length)?.squeeze(2)?.contiguous()
         }
@@ -89,7 +89,10 @@ pub fn conv1d(
     options: impl Into<ConvOptions>,
 ) -> Result<Tensor> {
     let options = options.into();
-    let x = match options.padding {
+    let ConvOptions { stride, padding, dilation, .. } = options;
+    let (_, _, length) = x.dims3()?;
+    positions(length, spread(weight.dim(2)?, dilation)?, Window { stride, padding })?;
+    let x = match padding {
         0 => x.clone(),
         padding => x.pad_with_zeros(2, padding, padding)?,
     };
@@ -125,7 +128,7 @@ impl Kernel for Transposed {
         }
         let extent = |input: usize, kernel: usize| {
             let whole = (input - 1) * stride + dilation * (kernel - 1) + output_padding + 1;
-            match whole.checked_sub(2 * padding) {
+            match padding.checked_mul(2).and_then(|both| whole.checked_sub(both)) {
                 Some(extent) if extent > 0 => Ok(extent),
                 _ => {
                     bail!("conv_transpose2d: {options:?} leave nothing of an input of shape {x:?}")

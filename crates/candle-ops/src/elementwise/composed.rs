@@ -2,7 +2,7 @@
 //! with sums of half-precision tensors in `f32`.
 
 use candle_core::shape::{Dim, Dims};
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::autocast::{promote, sum_dtype};
 use crate::cast;
@@ -53,13 +53,17 @@ impl Operator<2> for Mul {
 
 /// The sum over one or several dimensions, which are removed. Half-precision tensors are summed in
 /// `f32`, and the sum is rounded once; candle's own `sum` adds them up in half precision. Under
-/// autocast the result is `f32` where PyTorch's is.
+/// autocast the result is `f32` where PyTorch's is. Integers are summed in `i64`, the type of the
+/// result.
 ///
 /// # Errors
 ///
 /// A dimension that the tensor does not have.
 pub fn sum(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
     let [x] = cast("sum", [x])?;
+    if x.dtype().is_int() {
+        return x.to_dtype(DType::I64)?.sum(dims);
+    }
     x.to_dtype(sum_dtype(x.dtype()))?.sum(dims)?.to_dtype(x.dtype())
 }
 
@@ -70,6 +74,9 @@ pub fn sum(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
 /// A dimension that the tensor does not have.
 pub fn sum_keepdim(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
     let [x] = cast("sum", [x])?;
+    if x.dtype().is_int() {
+        return x.to_dtype(DType::I64)?.sum_keepdim(dims);
+    }
     x.to_dtype(sum_dtype(x.dtype()))?.sum_keepdim(dims)?.to_dtype(x.dtype())
 }
 
@@ -78,9 +85,10 @@ pub fn sum_keepdim(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// A dimension that the tensor does not have.
+/// A dimension that the tensor does not have; integers.
 pub fn mean(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
     let [x] = cast("mean", [x])?;
+    refuse_integers(&x)?;
     x.to_dtype(sum_dtype(x.dtype()))?.mean(dims)?.to_dtype(x.dtype())
 }
 
@@ -88,10 +96,18 @@ pub fn mean(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// A dimension that the tensor does not have.
+/// A dimension that the tensor does not have; integers.
 pub fn mean_keepdim(x: &Tensor, dims: impl Dims) -> Result<Tensor> {
     let [x] = cast("mean", [x])?;
+    refuse_integers(&x)?;
     x.to_dtype(sum_dtype(x.dtype()))?.mean_keepdim(dims)?.to_dtype(x.dtype())
+}
+
+fn refuse_integers(x: &Tensor) -> Result<()> {
+    if x.dtype().is_int() {
+        bail!("mean: the mean of integers, {:?}, is no integer: cast them first", x.dtype());
+    }
+    Ok(())
 }
 
 /// The tensors one after another along a dimension. Tensors of several floating-point types are

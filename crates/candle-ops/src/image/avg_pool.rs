@@ -15,8 +15,8 @@ use crate::sizes::Window;
 /// The mean of each window, which may overlap. Padding counts as zeros, as by default in PyTorch.
 ///
 /// Shapes: `[n, c, h, w]` to `[n, c, (h + 2 * padding - kernel) / stride + 1, ...]`. NaN and
-/// infinities propagate. candle's own `avg_pool2d` has a wrong gradient if windows do not cover the
-/// image, and none if they overlap.
+/// infinities propagate, on a GPU to their whole row and column. candle's own `avg_pool2d` has a
+/// wrong gradient if windows do not cover the image, and none if they overlap.
 ///
 /// # Errors
 ///

@@ -8,6 +8,30 @@ use crate::cpu::real::Real;
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply1};
 
+/// PyTorch's `pixel_shuffle`: `[n, c * factor^2, h, w]` to `[n, c, h * factor, w * factor]`.
+///
+/// # Errors
+///
+/// An unsupported shape; a factor of 0.
+pub fn pixel_shuffle(x: &Tensor, factor: usize) -> Result<Tensor> {
+    if factor == 0 {
+        bail!("pixel_shuffle: a factor of 0");
+    }
+    candle_nn::ops::pixel_shuffle(x, factor)
+}
+
+/// The inverse of [`pixel_shuffle`].
+///
+/// # Errors
+///
+/// An unsupported shape; a factor of 0.
+pub fn pixel_unshuffle(x: &Tensor, factor: usize) -> Result<Tensor> {
+    if factor == 0 {
+        bail!("pixel_unshuffle: a factor of 0");
+    }
+    candle_nn::ops::pixel_unshuffle(x, factor)
+}
+
 /// Resizes `x` to another height and width by nearest pixels: pixel `i` is `floor(i * (in / out))`,
 /// PyTorch's `nearest`.
 ///

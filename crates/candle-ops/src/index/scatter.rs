@@ -1,9 +1,10 @@
 //! `scatter` and `scatter_add`, composed of those operators of candle whose gradients are correct.
 
 use candle_core::shape::Dim;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use crate::autocast::sum_dtype;
+use crate::state::index_range::integers;
 
 /// A copy of `init` with `source` written to the positions `indices` along `dim`.
 ///
@@ -14,10 +15,10 @@ use crate::autocast::sum_dtype;
 ///
 /// # Errors
 ///
-/// Mismatched shapes or dtypes; an index out of range.
+/// Mismatched shapes or dtypes; an index out of range or not an integer.
 pub fn scatter(init: &Tensor, indices: &Tensor, source: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let dim = dim.to_index(init.shape(), "scatter")?;
-    let positions = positions(init, indices, source, dim)?;
+    let positions = positions("scatter", [init, indices, source], dim)?;
     let count = init.elem_count() as i64;
     let mut from: Vec<i64> = (0..count).collect();
     for (position, i) in positions.into_iter().zip(count..) {
@@ -37,7 +38,7 @@ pub fn scatter(init: &Tensor, indices: &Tensor, source: &Tensor, dim: impl Dim) 
 ///
 /// # Errors
 ///
-/// Mismatched shapes or dtypes; an index out of range.
+/// Mismatched shapes or dtypes; an index out of range or not an integer.
 pub fn scatter_add(
     init: &Tensor,
     indices: &Tensor,
@@ -45,7 +46,7 @@ pub fn scatter_add(
     dim: impl Dim,
 ) -> Result<Tensor> {
     let dim = dim.to_index(init.shape(), "scatter_add")?;
-    let positions = positions(init, indices, source, dim)?;
+    let positions = positions("scatter_add", [init, indices, source], dim)?;
     let positions = Tensor::from_vec(positions, source.elem_count(), init.device())?;
     let flat = |x: &Tensor| x.flatten_all()?.to_dtype(sum_dtype(x.dtype()));
     let sum = flat(init)?.index_add(&positions, &flat(source)?, 0)?;
@@ -53,7 +54,7 @@ pub fn scatter_add(
 }
 
 /// The flat position in `init` of each value of `source`.
-fn positions(init: &Tensor, indices: &Tensor, source: &Tensor, dim: usize) -> Result<Vec<i64>> {
+fn positions(name: &str, [init, indices, source]: [&Tensor; 3], dim: usize) -> Result<Vec<i64>> {
     let (own, dims) = (init.dims(), source.dims());
     let fits = own.len() == dims.len() && (0..own.len()).all(|i| i == dim || own[i] == dims[i]);
     if init.dtype() != source.dtype() {
@@ -64,7 +65,7 @@ fn positions(init: &Tensor, indices: &Tensor, source: &Tensor, dim: usize) -> Re
         bail!("{dims:?} by indices {indices:?} does not fit into dimension {dim} of {own:?}");
     }
     let right: usize = own[dim + 1..].iter().product();
-    let indices = indices.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let indices = integers(name, indices)?;
     let position = |(i, index): (usize, &i64)| {
         if !(0..own[dim] as i64).contains(index) {
             bail!("index {index} is out of range for {} positions", own[dim]);

@@ -1,12 +1,13 @@
 //! Copies of elements to other places: `gather`, `pad`, and the frames of `conv3d`.
 
 use candle_core::shape::Dim;
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::graph::device::{self, scalar, widened};
 use crate::graph::operator::{Input, Operator, apply1};
+use crate::state::index_range::integers;
 
 /// The element of `x` at `indices` along `dim`: PyTorch's `gather`.
 ///
@@ -17,7 +18,7 @@ use crate::graph::operator::{Input, Operator, apply1};
 ///
 /// # Errors
 ///
-/// Mismatched shapes; an index out of range; an unsupported dtype.
+/// Mismatched shapes; an index out of range or not an integer; an unsupported dtype.
 pub fn gather(x: &Tensor, indices: &Tensor, dim: impl Dim) -> Result<Tensor> {
     let [x] = cast("gather", [x])?;
     let dim = dim.to_index(x.shape(), "gather")?;
@@ -26,7 +27,7 @@ pub fn gather(x: &Tensor, indices: &Tensor, dim: impl Dim) -> Result<Tensor> {
     if indices.rank() != x.rank() || !(0..x.rank()).all(fits) {
         bail!("gather: indices of shape {taken:?} along dimension {dim} of {dims:?}");
     }
-    let values = indices.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let values = integers("gather", indices)?;
     let position = |(i, index): (usize, &i64)| {
         if !(0..dims[dim] as i64).contains(index) {
             bail!("gather: index {index} is out of range for {} positions", dims[dim]);
@@ -89,7 +90,11 @@ pub fn pad(x: &Tensor, padding: &[(usize, usize)], mode: PadMode) -> Result<Tens
     let mut from = vec![0];
     for (dim, &(before, after)) in (leading..padded).zip(padding) {
         let len = dims[dim];
-        shape[dim] = before + len + after;
+        let padded = before.checked_add(len).and_then(|sum| sum.checked_add(after));
+        let Some(padded) = padded.filter(|sum| *sum <= isize::MAX as usize) else {
+            bail!("pad: a padding of {before} and {after} of a dimension of {len} overflows");
+        };
+        shape[dim] = padded;
         let at = (0..shape[dim]).map(|i| source(i, before, len, mode));
         let at = at.collect::<Result<Vec<_>>>()?;
         let within = |outer: usize| {

@@ -85,6 +85,7 @@ impl Llama {
     /// Sizes that do not fit each other; errors of the builder; a parameter larger than the memory.
     pub fn new(config: &LlamaConfig, vb: VarBuilder<'_>) -> Result<Self> {
         config.check()?;
+        let angles = config.angles(vb.dtype(), vb.device())?;
         let (model, width, vocab_size) = (vb.pp("model"), config.hidden_size, config.vocab_size);
         let embeddings =
             parameter((vocab_size, width), "weight", SMALL, &model.pp("embed_tokens"))?;
@@ -99,7 +100,7 @@ impl Llama {
             layers: layers.collect::<Result<_>>()?,
             norm: rms_norm(width, config.rms_norm_eps, model.pp("norm"))?,
             lm_head,
-            angles: config.angles(vb.dtype(), vb.device())?,
+            angles,
             config: config.clone(),
         })
     }
@@ -116,7 +117,8 @@ impl Llama {
     ///
     /// # Errors
     ///
-    /// Those of `forward`, which leave the cache as it was; another batch than that of the cache.
+    /// Those of `forward`, which leave the cache as it was; another batch than that of the cache; a
+    /// cache of a model with another number of layers.
     pub fn forward_cached(&self, tokens: &Tensor, cache: &mut LlamaCache) -> Result<Tensor> {
         self.lm_head.forward(&self.hidden(tokens, Some(cache))?)
     }
@@ -164,6 +166,10 @@ impl Llama {
         let most = self.config.max_position_embeddings;
         if start + count > most {
             bail!("llama: {} tokens are more than max_position_embeddings, {most}", start + count);
+        }
+        let cached = cache.as_ref().map_or(0, |cache| cache.layers.len());
+        if cached != 0 && cached != self.layers.len() {
+            bail!("llama: a cache of {cached} layers for a model of {}", self.layers.len());
         }
         let [cos, sin] = &self.angles;
         let positions = Positions {

@@ -6,6 +6,8 @@ use std::path::Path;
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
+use super::parameter::check_size;
+
 /// Sizes of a [`Llama`](super::Llama), with the names of Hugging Face's `config.json`. The default
 /// is that of transformers' `LlamaConfig`: Llama 1 with 7 billion parameters.
 ///
@@ -126,6 +128,12 @@ impl LlamaConfig {
             bail!("llama: {heads} heads do not divide the hidden size {}", self.hidden_size);
         }
         let depth = self.head_dim();
+        if heads.checked_mul(depth).is_none() {
+            bail!("llama: {heads} heads of a width of {depth} are too many");
+        }
+        if !self.rope_theta.is_finite() || self.rope_theta <= 0.0 {
+            bail!("llama: rope_theta is {}, not positive and finite", self.rope_theta);
+        }
         if depth == 0 || !depth.is_multiple_of(2) {
             bail!("llama: rotary embeddings need heads of an even width, got {depth}");
         }
@@ -136,6 +144,8 @@ impl LlamaConfig {
     /// rounded to `f32`, as models are trained with those.
     pub(super) fn angles(&self, dtype: DType, device: &Device) -> Result<[Tensor; 2]> {
         let (depth, positions) = (self.head_dim(), self.max_position_embeddings);
+        let shape = (2, positions, depth / 2).into();
+        check_size("angles of max_position_embeddings", &shape, DType::F32, &Device::Cpu)?;
         let frequency = |pair: usize| {
             let power = (2 * pair) as f32 / depth as f32;
             self.scaled(1.0 / self.rope_theta.powf(power.into())) as f32
@@ -197,12 +207,17 @@ struct Json {
     attention_bias: bool,
     #[serde(default)]
     mlp_bias: bool,
+    #[serde(default, skip_serializing)]
+    quantization_config: Option<serde_json::Value>,
 }
 
 #[derive(Clone, Default, Serialize, Deserialize)]
 struct Rope {
-    #[serde(default, alias = "type")]
+    #[serde(default)]
     rope_type: Option<String>,
+    /// The old key; files may have both.
+    #[serde(default, rename = "type", skip_serializing)]
+    old_type: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     rope_theta: Option<f64>,
     #[serde(default)]
@@ -217,7 +232,7 @@ struct Rope {
 
 impl Rope {
     fn scaling(&self) -> std::result::Result<Option<Llama3RopeScaling>, String> {
-        match self.rope_type.as_deref() {
+        match self.rope_type.as_ref().or(self.old_type.as_ref()).map(String::as_str) {
             None | Some("default") => return Ok(None),
             Some("llama3") => {}
             Some(other) => {
@@ -253,6 +268,11 @@ impl TryFrom<Json> for LlamaConfig {
         };
         expect("model_type", &json.model_type, "llama")?;
         expect("hidden_act", &json.hidden_act, "silu")?;
+        if json.quantization_config.is_some() {
+            return Err(
+                "`quantization_config` is not supported: take a model that is not quantized".into(),
+            );
+        }
         let rope = json.rope_parameters.or(json.rope_scaling).unwrap_or_default();
         let default = Self::default();
         Ok(Self {
@@ -280,6 +300,7 @@ impl From<LlamaConfig> for Json {
     fn from(config: LlamaConfig) -> Self {
         let scaling = |scaling: Llama3RopeScaling| Rope {
             rope_type: Some("llama3".to_owned()),
+            old_type: None,
             rope_theta: None,
             factor: Some(scaling.factor),
             low_freq_factor: Some(scaling.low_freq_factor),
@@ -305,6 +326,7 @@ impl From<LlamaConfig> for Json {
             tie_word_embeddings: config.tie_word_embeddings,
             attention_bias: config.attention_bias,
             mlp_bias: config.mlp_bias,
+            quantization_config: None,
         }
     }
 }

@@ -188,7 +188,8 @@ pub fn merged(weight: &Tensor, a: &Tensor, b: &Tensor, scale: f64) -> Result<Ten
 ///
 /// # Errors
 ///
-/// Variables without an adapter; files that cannot be written.
+/// Variables without an adapter; adapters of another rank than in the
+/// options; files that cannot be written.
 pub fn save_peft(vars: &VarMap, options: &LoraOptions, directory: impl AsRef<Path>) -> Result<()> {
     let directory = directory.as_ref();
     let failed = |why| Error::msg(format!("{}: {why}", directory.display()));
@@ -201,6 +202,12 @@ pub fn save_peft(vars: &VarMap, options: &LoraOptions, directory: impl AsRef<Pat
     let layers: BTreeSet<&str> = layers.collect();
     if layers.is_empty() {
         bail!("lora: the variables have no adapter to save");
+    }
+    for layer in &layers {
+        let rank = all[&format!("{layer}.{A}.weight")].dim(0)?;
+        if rank != options.rank {
+            bail!("lora: `{layer}` has an adapter of rank {rank}, not {}", options.rank);
+        }
     }
     let config = json!({
         "peft_type": "LORA",

@@ -6,6 +6,7 @@ use candle_core::{Result, Tensor, bail};
 pub use crate::CrossEntropyOptions;
 use crate::graph::device;
 use crate::relu;
+use crate::state::index_range::IndexRange;
 
 /// [`cross_entropy`](crate::cross_entropy), with labels of any integer type.
 ///
@@ -43,28 +44,33 @@ pub fn mse(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// Mismatched shapes.
+/// Mismatched shapes; a `delta` that is not positive and finite.
 pub fn huber(inp: &Tensor, target: &Tensor, delta: f64) -> Result<Tensor> {
+    if !delta.is_finite() || delta <= 0.0 {
+        bail!("huber: delta is {delta}, not positive and finite");
+    }
     let [inp, target] = wide("huber_loss", [inp, target])?;
     candle_nn::loss::huber(&inp, &target, delta)
 }
 
 /// Mean of `d^2 / (2 * beta)` where the difference `d` is less than `beta`, else of
 /// `|d| - beta / 2`: PyTorch's `smooth_l1_loss`, which is [`huber`] divided by `beta`. With a
-/// `beta` of 0 it is the mean of `|d|`. A scalar as of [`mse`].
+/// `beta` of 0 it is the mean of `|d|`, whose gradient at 0 is 0. A scalar as of [`mse`].
 ///
 /// # Errors
 ///
-/// Mismatched shapes; a negative `beta`.
+/// Mismatched shapes; a `beta` that is negative or not finite.
 pub fn smooth_l1(inp: &Tensor, target: &Tensor, beta: f64) -> Result<Tensor> {
     let [inp, target] = wide("smooth_l1_loss", [inp, target])?;
+    if !beta.is_finite() || beta < 0.0 {
+        bail!("smooth_l1: beta is {beta}, not finite and at least 0");
+    }
     if beta > 0.0 {
         return candle_nn::loss::huber(&inp, &target, beta)? / beta;
     }
-    if beta != 0.0 {
-        bail!("smooth_l1: beta is {beta}, not at least 0");
-    }
-    (inp - target)?.abs()?.mean_all()
+    // The gradient of candle's `abs` at 0 is 1.
+    let difference = (inp - target)?;
+    (relu(&difference)? + relu(&difference.neg()?)?)?.mean_all()
 }
 
 /// Mean of `-t * ln(p) - (1 - t) * ln(1 - p)` with `p = sigmoid(x)`, for targets `t` from 0 to 1. A
@@ -86,10 +92,13 @@ pub fn binary_cross_entropy_with_logit(inp: &Tensor, target: &Tensor) -> Result<
 ///
 /// # Errors
 ///
-/// Mismatched shapes.
+/// Mismatched shapes; a label that is not a class, or not an integer.
 pub fn nll(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     let [inp] = wide("nll_loss", [inp])?;
-    candle_nn::loss::nll(&inp, &super::indices(target)?)
+    let (target, (_, classes)) = (super::indices(target)?, inp.dims2()?);
+    // candle's `gather` takes the greatest index for a 0.
+    IndexRange::Nll(classes).check_all(&target)?;
+    candle_nn::loss::nll(&inp, &target)
 }
 
 /// Kullback-Leibler divergence of log-probabilities `inp` from probabilities `target`: the sum of
@@ -105,6 +114,9 @@ pub fn kl_div(inp: &Tensor, target: &Tensor) -> Result<Tensor> {
     // ln(1) in place of ln(0), whose product with 0 is NaN.
     let is_zero = target.detach().eq(&target.zeros_like()?)?;
     let log = is_zero.where_cond(&target.ones_like()?, &target)?.log()?;
+    // Zero times an infinite logarithm is NaN.
+    let is_never = (is_zero * inp.detach().eq(f64::NEG_INFINITY)?)?;
+    let inp = is_never.where_cond(&inp.zeros_like()?, &inp)?;
     (target * (log - inp)?)?.sum_all()? / batch as f64
 }
 

@@ -46,7 +46,8 @@
 //! * [`seeded`] is a [`VarBuilder`] whose initial values are drawn by seed and name: candle's own
 //!   cannot be drawn again.
 //! * Dropout uses the random numbers of the entered [`Context`](crate::Context), so a run resumes
-//!   exactly; training with dropout outside of a context is an error.
+//!   exactly; training with [`Dropout`] outside of a context is an error. The dropout of [`Lstm`],
+//!   [`Gru`] and LoRA adapters, which have no argument `train`, has no effect there.
 //! * `cudnn_fwd_algo` in the configurations of convolutions has no effect.
 //! * `ops::sdpa` runs on every device; candle-nn's runs only on Metal. It does not support
 //!   softcapping.

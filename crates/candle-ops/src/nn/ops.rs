@@ -3,13 +3,13 @@
 
 use candle_core::shape::Dim;
 use candle_core::{D, ModuleT, Result, Tensor, bail};
-pub use candle_nn::ops::{Identity, hard_sigmoid, pixel_shuffle, pixel_unshuffle, selu};
+pub use candle_nn::ops::{Identity, hard_sigmoid, selu};
 
 use crate::SdpaOptions;
 use crate::context::{self, Mode};
 pub use crate::{
-    layer_norm, layer_norm as layer_norm_slow, leaky_relu, mish, rms_norm,
-    rms_norm as rms_norm_slow, sigmoid, silu,
+    layer_norm, layer_norm as layer_norm_slow, leaky_relu, mish, pixel_shuffle, pixel_unshuffle,
+    rms_norm, rms_norm as rms_norm_slow, sigmoid, silu,
 };
 
 /// [`softmax`](crate::softmax) over a dimension.

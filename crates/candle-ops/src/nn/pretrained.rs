@@ -38,8 +38,10 @@ use super::seeded::Seeded;
 ///
 /// # Errors
 ///
-/// A file that cannot be read or is not in the format. The builder returns errors for a tensor that
-/// the files lack, or have in another shape.
+/// A file that cannot be read or is not in the format; an index with names that are not those of
+/// files in its folder. The builder returns errors for a tensor that
+/// the files lack, or have in another shape; a tensor of another type than `f16`, `bf16`, `f32` and
+/// `f64`, as those of quantized models are, unless it is requested in its own type.
 pub fn pretrained(
     vars: &VarMap,
     path: impl AsRef<Path>,
@@ -81,6 +83,10 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     if names.is_empty() {
         return Err(failed(&index, &"it lists no files in `weight_map`"));
     }
+    let is_plain = |name: &str| Path::new(name).file_name().is_some_and(|own| own == name);
+    if let Some(name) = names.iter().find(|name| !is_plain(name)) {
+        return Err(failed(&index, &format!("`{name}` is not the name of a file")));
+    }
     Ok(names.into_iter().map(|name| path.join(name)).collect())
 }
 
@@ -97,10 +103,18 @@ impl Pretrained {
     }
 
     fn load(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        match self.find(name) {
-            Some(file) => file.load(name, &Device::Cpu)?.to_dtype(dtype)?.to_device(device),
-            None => bail!("{} has no `{name}`", self.path.display()),
+        let path = self.path.display();
+        let Some(file) = self.find(name) else { bail!("{path} has no `{name}`") };
+        let stored = file.get(name)?.dtype();
+        match DType::try_from(stored) {
+            Ok(DType::F16 | DType::BF16 | DType::F32 | DType::F64) => {}
+            Ok(own) if own == dtype => {}
+            _ => bail!(
+                "{path}: `{name}` has type {stored:?}, only F16, BF16, F32 and F64 are converted: take a model \
+                 that is not quantized"
+            ),
         }
+        file.load(name, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
     }
 }
 
@@ -128,6 +142,8 @@ impl SimpleBackend for Pretrained {
         self.drawn.get(shape, name, init, dtype, device)
     }
 
+    /// A constant, unless the tensor is a variable already: without a shape there is nothing that
+    /// the model expects.
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         match self.drawn.contains_tensor(name) {
             true => self.drawn.get_unchecked(name, dtype, device),

@@ -240,7 +240,7 @@ impl Layers {
             bail!("{}: a state of shape {:?} in place of {shape:?}", C::NAME, other.dims());
         }
         let mut last = vec![Vec::new(); if C::HAS_CELL { 2 } else { 1 }];
-        let mut x = x.clone();
+        let mut x = without_padding(x, &lengths)?;
         let directions = if self.config.bidirectional { 2 } else { 1 };
         for (layer, weights) in self.weights.chunks(directions).enumerate() {
             if layer > 0 {
@@ -280,4 +280,17 @@ impl Layers {
         }
         Ok((x, last.iter().map(|states| Tensor::stack(states, 0)).collect::<Result<_>>()?))
     }
+}
+
+/// `x` with zeros at the times after the end of a sample: a NaN there would be one in the gradients
+/// of weights, since zero times it is NaN.
+fn without_padding(x: &Tensor, lengths: &[usize]) -> Result<Tensor> {
+    let (batch, times, _) = x.dims3()?;
+    if lengths.iter().all(|length| *length == times) {
+        return Ok(x.clone());
+    }
+    let is_kept =
+        lengths.iter().flat_map(|length| (0..times).map(move |at| u8::from(at < *length)));
+    let is_kept = Tensor::from_iter(is_kept, x.device())?.reshape((batch, times, 1))?;
+    is_kept.broadcast_as(x.shape())?.where_cond(x, &x.zeros_like()?)
 }

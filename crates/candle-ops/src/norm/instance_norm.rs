@@ -3,6 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::group_norm::group_norm;
+use crate::autocast::without;
 use crate::cast;
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta`, with mean and biased variance of each channel of
@@ -17,12 +18,16 @@ pub fn instance_norm(
     gamma_and_beta: Option<(&Tensor, &Tensor)>,
     eps: f32,
 ) -> Result<Tensor> {
-    let [x] = cast("instance_norm", [x])?;
     let channels = x.dims().get(1).copied().unwrap_or(0);
-    if let Some((gamma, beta)) = gamma_and_beta {
-        return group_norm(&x, channels, gamma, beta, eps);
-    }
-    let dtype = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-    let ones = Tensor::ones(channels, dtype, x.device())?;
-    group_norm(&x, channels, &ones, &ones.zeros_like()?, eps)
+    let [x, gamma, beta] = match gamma_and_beta {
+        Some((gamma, beta)) => cast("instance_norm", [x, gamma, beta])?,
+        None => {
+            let [x] = cast("instance_norm", [x])?;
+            let dtype = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+            let ones = Tensor::ones(channels, dtype, x.device())?;
+            let zeros = ones.zeros_like()?;
+            [x, ones, zeros]
+        }
+    };
+    without(|| group_norm(&x, channels, &gamma, &beta, eps))
 }

@@ -8,6 +8,8 @@ use candle_core::{DType, Result, Tensor, bail};
 pub(crate) enum IndexRange {
     /// Labels of `cross_entropy`: the number of classes, and the ignored label.
     Classes(usize, Option<i64>),
+    /// Labels of `nll`: the number of classes.
+    Nll(usize),
     /// Indices of `embedding`: the number of rows.
     Rows(usize),
 }
@@ -17,13 +19,14 @@ impl IndexRange {
     ///
     /// An index that is out of range.
     pub(crate) fn check(self, index: i64) -> Result<()> {
-        let (Self::Classes(end, _) | Self::Rows(end)) = self;
+        let (Self::Classes(end, _) | Self::Nll(end) | Self::Rows(end)) = self;
         let is_ignored = matches!(self, Self::Classes(_, ignored) if ignored == Some(index));
         if is_ignored || usize::try_from(index).is_ok_and(|index| index < end) {
             return Ok(());
         }
         match self {
             Self::Classes(..) => bail!("cross_entropy: label {index} is none of {end} classes"),
+            Self::Nll(_) => bail!("nll: label {index} is none of {end} classes"),
             Self::Rows(_) => bail!("embedding: index {index} is none of {end} rows"),
         }
     }
@@ -40,6 +43,14 @@ impl IndexRange {
         }
         to_host(indices)?.into_iter().try_for_each(|index| self.check(index))
     }
+}
+
+/// All indices of any integer type, in order, for the operator `name`.
+pub(crate) fn integers(name: &str, indices: &Tensor) -> Result<Vec<i64>> {
+    if !indices.dtype().is_int() {
+        bail!("{name}: indices must be integers, not {:?}", indices.dtype());
+    }
+    indices.flatten_all()?.to_dtype(DType::I64)?.to_vec1()
 }
 
 /// All indices, in order.

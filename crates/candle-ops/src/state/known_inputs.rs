@@ -87,6 +87,7 @@ pub(crate) fn check(indices: &Tensor, range: IndexRange) -> Result<bool> {
             if known.is_capture {
                 let what = match range {
                     IndexRange::Classes(..) => "the labels of cross_entropy",
+                    IndexRange::Nll(_) => "the labels of nll",
                     IndexRange::Rows(_) => "the indices of embedding",
                 };
                 bail!(

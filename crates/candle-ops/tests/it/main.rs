@@ -1,5 +1,6 @@
 //! Tests of the public interface, as used by a candle program, and of the errors of stock candle.
 
+mod edge_cases;
 mod llama;
 mod stock_candle;
 mod torch_losses;

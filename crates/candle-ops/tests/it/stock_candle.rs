@@ -128,6 +128,10 @@ const WRONG_ONES: &[Case] = &[
         let twice = t[0].broadcast_as((3, 2))?.contiguous()?;
         (twice.max(0)? * 2.0)? + twice.min(0)?
     }),
+    ("abs at 0", &[&[3]], |t| {
+        let start = Tensor::from_vec(values("x0", &[3]), 3, &Device::Cpu)?;
+        (&t[0] - start.to_dtype(DType::F64)?)?.abs()
+    }),
 ];
 
 const RIGHT_ONES: &[Case] = &[

@@ -40,6 +40,7 @@ enum End {
 
 /// The data of a [`Resumable`] run: a [`DataLoader`] or a [`StreamLoader`].
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one in a run")]
 pub enum TrainingData {
     /// Samples with numbers, in epochs.
     Loader(DataLoader),

@@ -245,7 +245,10 @@ fn views_of_variables_may_be_made_before_the_trainer() {
             let [found, expected] = [&w, &other].map(|x| x.to_vec2::<f32>().unwrap());
             assert_eq!(found, expected);
         }
-        let copied = train.step(|| loss_of(&[copy.clone()], in_operator)).unwrap_err().to_string();
+        let copied = train
+            .step(|| loss_of(std::slice::from_ref(&copy), in_operator))
+            .unwrap_err()
+            .to_string();
         assert!(copied.contains("detach"), "{copied}");
     }
 }

@@ -61,8 +61,8 @@
 //! `rms_norm`, `softmax`, `log_softmax`, `sum`, `upsample_nearest2d`, `upsample_bilinear2d`. In no
 //! list, but available for custom rules, are `instance_norm`, `mean`, `batch_norm`, `mul`,
 //! `gather`, `pad`, `avg_pool2d`, `embedding`, `gelu`, `silu` (also for `swiglu`), `tanh`,
-//! `sigmoid`, `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`, `rope`, `relu`, `add`,
-//! `max_pool2d`, `adaptive_avg_pool2d`.
+//! `sigmoid`, `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`, `rope`, `relu`,
+//! `add`, `max_pool2d`, `adaptive_avg_pool2d`.
 
 mod activation;
 mod attention;

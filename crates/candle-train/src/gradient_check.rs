@@ -228,6 +228,9 @@ pub fn compare<P: Repeatable>(
     let Ok(slopes) = probe.slopes(gradients) else { return Ok(Compared::Failed) };
     // Each parameter moves in the direction of its gradient, so that contributions do not cancel.
     let slope = slopes.iter().flatten().map(|(slope, _)| slope.abs() / scale).sum::<f64>();
+    if !slope.is_finite() || !loss.is_finite() {
+        return Ok(Compared::NotFinite);
+    }
     let sign = |i: usize| match slopes[i] {
         Some((slope, _)) if slope < 0.0 => -1.0,
         _ => 1.0,
@@ -236,9 +239,6 @@ pub fn compare<P: Repeatable>(
         Ok((probe.loss(|i| sign(i) * step)?, probe.loss(|i| -sign(i) * step)?))
     })?;
     let Ok((up, down)) = sides else { return Ok(Compared::Failed) };
-    if !slope.is_finite() || !loss.is_finite() {
-        return Ok(Compared::NotFinite);
-    }
     let (change, predicted) = (up - down, 2.0 * step * slope);
     let off = (change - predicted).abs();
     let share = 0.05 * change.abs().max(predicted.abs());

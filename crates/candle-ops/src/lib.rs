@@ -93,7 +93,10 @@ pub use activation::scalar::{elu, gelu_tanh, hard_swish, leaky_relu, mish, relu6
 pub use activation::silu::{silu, swiglu};
 pub use activation::softmax::softmax;
 pub use attention::rope::{rope, rope_i, rope_thd};
-pub use attention::{AttentionOptions, SdpaOptions, scaled_dot_product_attention, self_attention};
+pub use attention::{
+    AttentionOptions, SdpaOptions, scaled_dot_product_attention, scaled_dot_product_attention_thd,
+    self_attention,
+};
 pub use autocast::{autocast, cast, lowered_operators, mixed_types_advice};
 pub use conv::conv3d::conv3d;
 pub use conv::transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose2d, conv1d};

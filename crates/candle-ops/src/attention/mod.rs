@@ -1,7 +1,8 @@
 //! Multi-head scaled dot-product attention, with one operator each for the forward and the backward
 //! pass.
 //!
-//! [`scaled_dot_product_attention`] takes queries, keys and values as three tensors.
+//! [`scaled_dot_product_attention`] and [`scaled_dot_product_attention_thd`] take queries, keys and
+//! values as three tensors.
 //! [`self_attention`] takes them concatenated in the last dimension, the output of one fully
 //! connected layer, so that no tensor is transposed. Both are a [`Problem`], which `blocks.rs`
 //! computes on the CPU.
@@ -85,15 +86,52 @@ pub fn scaled_dot_product_attention(
     v: &Tensor,
     options: SdpaOptions<'_>,
 ) -> Result<Tensor> {
-    let [q, k, v] = cast("scaled_dot_product_attention", [q, k, v])?;
-    let mut problem = Problem::new([&q, &k, &v], options)?;
+    separate([q, k, v], options, Order::HeadsFirst)
+}
+
+/// [`scaled_dot_product_attention`] for `q` of shape `[b, queries, heads, d]`, `k` of
+/// `[b, keys, kv_heads, d]` and `v` of `[b, keys, kv_heads, w]`, the outputs of fully connected
+/// layers: on the CPU no tensor is transposed. The result is `[b, queries, heads, w]`; a mask
+/// broadcasts to `[b, heads, queries, keys]`.
+///
+/// # Errors
+///
+/// Those of [`scaled_dot_product_attention`].
+pub fn scaled_dot_product_attention_thd(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: SdpaOptions<'_>,
+) -> Result<Tensor> {
+    separate([q, k, v], options, Order::PositionsFirst)
+}
+
+/// Order of the two dimensions in the middle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    HeadsFirst,
+    PositionsFirst,
+}
+
+fn separate(inputs: [&Tensor; 3], options: SdpaOptions<'_>, order: Order) -> Result<Tensor> {
+    let inputs = cast("scaled_dot_product_attention", inputs)?;
+    let [q, k, v] = inputs.each_ref().map(|t| match order {
+        Order::HeadsFirst => Ok(t.clone()),
+        Order::PositionsFirst => t.transpose(1, 2),
+    });
+    let heads = [q?, k?, v?];
+    let mut problem = Problem::new(heads.each_ref(), options)?;
     let count = problem.sizes.scores_shape().elem_count();
     problem.dropout = Factors::draw(options.dropout, count)?;
     let is_tracked = problem.mask.as_ref().is_some_and(Tensor::track_op);
-    if device::dispatches(&q) || is_tracked {
-        return dispatch::attention([&q, &k, &v], &problem);
+    if !device::dispatches(&inputs[0]) && !is_tracked {
+        return apply3(Separate(problem, order), inputs);
     }
-    apply3(Separate(problem), [q, k, v])
+    if order == Order::HeadsFirst {
+        return dispatch::attention(heads.each_ref(), &problem);
+    }
+    let [q, k, v] = heads.each_ref().map(Tensor::contiguous);
+    dispatch::attention([&q?, &k?, &v?], &problem)?.transpose(1, 2)
 }
 
 /// `softmax(q * k^T / sqrt(d)) * v` for each head.
@@ -195,18 +233,22 @@ impl From<AttentionSizes> for Problem {
 }
 
 /// Attention of three tensors: queries, keys and values.
-struct Separate(Problem);
+struct Separate(Problem, Order);
 
 impl Separate {
     /// Memory layouts of queries, keys, values and results.
     fn heads(&self) -> [Heads; 4] {
         let AttentionSizes { heads, kv_heads, queries, keys, depth, value_depth, .. } =
             self.0.sizes;
+        let layout = |heads, rows, depth| match self.1 {
+            Order::HeadsFirst => Heads::separate(heads, rows, depth),
+            Order::PositionsFirst => Heads::packed(rows, heads * depth, depth, 1, 0),
+        };
         [
-            Heads::separate(heads, queries, depth),
-            Heads::separate(kv_heads, keys, depth),
-            Heads::separate(kv_heads, keys, value_depth),
-            Heads::separate(heads, queries, value_depth),
+            layout(heads, queries, depth),
+            layout(kv_heads, keys, depth),
+            layout(kv_heads, keys, value_depth),
+            layout(heads, queries, value_depth),
         ]
     }
 }
@@ -221,7 +263,11 @@ impl Operator<3> for Separate {
         let inputs = [Operand(&q, of_q), Operand(&k, of_k), Operand(&v, of_v)];
         let mut y = vec![T::ZERO; samples * heads * queries * value_depth];
         self.0.with_mask(|mask| self.0.forward(inputs, mask, of_y, &mut y))?;
-        Ok((y, (samples, heads, queries, value_depth).into()))
+        let [first, second] = match self.1 {
+            Order::HeadsFirst => [heads, queries],
+            Order::PositionsFirst => [queries, heads],
+        };
+        Ok((y, (samples, first, second, value_depth).into()))
     }
 
     fn backward<T: Real>(

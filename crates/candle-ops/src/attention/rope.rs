@@ -3,7 +3,7 @@
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::dispatch;
+use super::{Order, dispatch};
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::cpu::simd::{self, Kernel};
@@ -52,13 +52,6 @@ pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 pub(crate) enum Pairs {
     Halves,
     Neighbours,
-}
-
-/// Order of the two dimensions in the middle.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
-    HeadsFirst,
-    PositionsFirst,
 }
 
 fn apply(inputs: [&Tensor; 3], pairs: Pairs, order: Order) -> Result<Tensor> {

@@ -71,7 +71,18 @@ proptest! {
         let options = SdpaOptions { mask: mask.as_ref(), causal, scale, dropout: 0.0 };
         let sdpa = |t: &[Tensor]| scaled_dot_product_attention(&t[0], &t[1], &t[2], options);
         let stock = run(&inputs, |t| stock_attention(t, options)).unwrap();
-        for ours in [run(&inputs, sdpa).unwrap(), composed(|| run(&inputs, sdpa).unwrap())] {
+        // The same with positions before heads.
+        let thd = |t: &[Tensor]| {
+            let [q, k, v] = [0, 1, 2].map(|i| t[i].transpose(1, 2).unwrap().contiguous().unwrap());
+            scaled_dot_product_attention_thd(&q, &k, &v, options)?.transpose(1, 2)?.contiguous()
+        };
+        let ours = [
+            run(&inputs, sdpa).unwrap(),
+            run(&inputs, thd).unwrap(),
+            composed(|| run(&inputs, sdpa).unwrap()),
+            composed(|| run(&inputs, thd).unwrap()),
+        ];
+        for ours in ours {
             for (ours, stock) in ours.iter().zip(&stock) {
                 prop_assert!(distance(ours, stock) < 1e-4);
             }

@@ -9,7 +9,7 @@ use super::linear::{Linear, linear_init};
 use super::llama_config::LlamaConfig;
 use super::parameter::parameter;
 use super::{Embedding, indices};
-use crate::{SdpaOptions, add, rope_thd, scaled_dot_product_attention, swiglu};
+use crate::{SdpaOptions, add, rope_thd, scaled_dot_product_attention_thd, swiglu};
 
 /// A decoder-only language model: RMS norms, rotary embeddings, grouped queries, SwiGLU.
 ///
@@ -58,7 +58,7 @@ pub struct Llama {
 /// Keys and values of the tokens that a [`Llama`] has read: see [`Llama::forward_cached`].
 #[derive(Clone, Debug, Default)]
 pub struct LlamaCache {
-    /// Of each layer, `[batch, heads, tokens, head_dim]`.
+    /// Of each layer, `[batch, tokens, heads, head_dim]`.
     layers: Vec<[Tensor; 2]>,
     len: usize,
 }
@@ -293,18 +293,17 @@ impl Layer {
         let (batch, count, _) = x.dims3()?;
         let heads = |y: Tensor| y.reshape((batch, count, (), self.head_dim));
         let turn = |y: Tensor| rope_thd(&heads(y)?, &positions.cos, &positions.sin);
-        let q = turn(self.q_proj.forward(x)?)?.transpose(1, 2)?.contiguous()?;
-        let k = turn(self.k_proj.forward(x)?)?.transpose(1, 2)?.contiguous()?;
-        let v = heads(self.v_proj.forward(x)?)?.transpose(1, 2)?.contiguous()?;
+        let q = turn(self.q_proj.forward(x)?)?;
+        let k = turn(self.k_proj.forward(x)?)?;
+        let v = heads(self.v_proj.forward(x)?)?;
         let (k, v) = match past {
-            Some([keys, values]) => (Tensor::cat(&[keys, &k], 2)?, Tensor::cat(&[values, &v], 2)?),
+            Some([keys, values]) => (Tensor::cat(&[keys, &k], 1)?, Tensor::cat(&[values, &v], 1)?),
             None => (k, v),
         };
         let mask = positions.mask.as_ref();
         let options = SdpaOptions { mask, causal: past.is_none(), ..Default::default() };
-        let y = scaled_dot_product_attention(&q, &k, &v, options)?;
-        let y = y.transpose(1, 2)?.reshape((batch, count, ()))?;
-        Ok((self.o_proj.forward(&y)?, [k, v]))
+        let y = scaled_dot_product_attention_thd(&q, &k, &v, options)?;
+        Ok((self.o_proj.forward(&y.reshape((batch, count, ()))?)?, [k, v]))
     }
 }
 

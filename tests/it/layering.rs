@@ -16,6 +16,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("fused-optim", &["cuda-rt", "npu-sys"]),
     ("launch", &["collective"]),
     ("train-data", &[]),
+    ("train-log", &[]),
     ("train-step", &["amp", "collective", "fused-optim"]),
     (
         "candle-train",
@@ -31,6 +32,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "fused-optim",
             "launch",
             "train-data",
+            "train-log",
             "train-step",
         ],
     ),
@@ -202,6 +204,20 @@ const DATA_FOLDERS: &[&str] = &[
     "metrics",
 ];
 
+/// The same for `train-log`.
+const LOG_FOLDERS: &[&str] = &[
+    "error",
+    "format",
+    "appender",
+    "json",
+    "run_dir",
+    "scalar_file",
+    "event_file",
+    "chrome_trace",
+    "logger",
+    "train_log",
+];
+
 /// The same for `cuda-rt`.
 const CUDA_FOLDERS: &[&str] = &[
     "cache", "slice", "error", "device", "library", "driver", "nvrtc", "staging", "gpu", "kernels",
@@ -307,6 +323,7 @@ fn no_import_between_folders_runs_back_up() {
     check_imports("amp", &[], AMP_FOLDERS);
     check_imports("fused-optim", &[], OPTIM_FOLDERS);
     check_imports("train-data", &[], DATA_FOLDERS);
+    check_imports("train-log", &[], LOG_FOLDERS);
     check_imports("cuda-rt", &[], CUDA_FOLDERS);
     check_imports("npu-sys", &[], NPU_FOLDERS);
     check_imports("train-step", &[], STEP_FOLDERS);

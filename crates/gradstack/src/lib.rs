@@ -38,6 +38,7 @@
 //! | [`fused_optim`] | optimizers that update all tensors in one call | any system |
 //! | [`candle_ops`] | operators and layers for candle with right gradients | any system |
 //! | [`train_data`] | data sets, loaders, streams, transforms, metrics; resumes exactly | any system |
+//! | [`train_log`](mod@train_log) | lines, a progress bar, `scalars.json`, TensorBoard, traces | any system |
 //! | [`train_step`] | the data-parallel step, learning rate schedules, parameter groups, without a tensor crate | any system |
 //! | [`candle_train`] | data parallelism, mixed precision, optimizers and exact resume for a candle program's own loop | Linux |
 //! | [`runner`] | the training loop: configuration, hooks, checkpoints, evaluation, data parallelism | Linux |

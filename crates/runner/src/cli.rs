@@ -26,8 +26,8 @@ use launch::{
 
 use crate::checkpoint::{self, ExportOptions};
 use crate::config::{Config, Mistakes, parse_duration};
-use crate::runner::{EvalSplit, LoadOptions, RunnerBuilder};
-use crate::sinks::{TERMINAL_VARIABLE, plot};
+use crate::runner::{EvalSplit, LoadOptions, RunnerBuilder, TERMINAL_VARIABLE};
+use crate::sinks::plot;
 use crate::{Error, Result, signals};
 
 /// Trains models on one or several processes.

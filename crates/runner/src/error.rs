@@ -125,6 +125,12 @@ pub enum Error {
     },
 }
 
+impl From<train_log::Error> for Error {
+    fn from(error: train_log::Error) -> Self {
+        Self::Io { what: error.what, source: error.source }
+    }
+}
+
 impl From<train_step::Error> for Error {
     fn from(error: train_step::Error) -> Self {
         use train_step::Error as E;

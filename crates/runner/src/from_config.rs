@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use collective::{Transport, init::Launcher};
+use train_log::Level;
 
 use crate::config::{Config, Mistakes, Section};
 use crate::data::{COLLATE_FUNCTIONS, Workers};
@@ -21,7 +22,7 @@ use crate::runner::{
     DataLoaderConfig, EvalSplit, Length, LoadOptions, PARTS, RunnerBuilder, TrainConfig,
 };
 use crate::schedulers;
-use crate::sinks::{Level, VIS_BACKENDS};
+use crate::sinks::VIS_BACKENDS;
 use crate::{Error, Result};
 
 /// MMEngine's default of `env_cfg.resource_limit`.

@@ -11,9 +11,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use jiff::Zoned;
+use train_log::hostname;
 
 use super::files::io;
-use crate::sinks::hostname;
 use crate::{Error, Result};
 
 /// Name of the lock file.

@@ -172,7 +172,7 @@ mod tests {
     fn lines_are_flushed_after_a_tenth_of_a_second_and_at_the_end_of_an_epoch() {
         let dir = tempfile::tempdir().unwrap();
         let sleep = |_: &Path| {
-            std::thread::sleep(crate::sinks::WAIT);
+            std::thread::sleep(train_log::FLUSH_INTERVAL);
             Ok(())
         };
         let due = |dir: &Path| {

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use collective::{GroupOptions, ProcessGroup, Topology, Transport, init::Launcher};
 use fused_optim::{Sgd, SgdHyper};
-use jiff::Zoned;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
+use train_log::{Level, timestamp};
 use train_step::Schedules;
 
 use super::agreement::{Budget, compare};
@@ -32,7 +32,7 @@ use crate::model::{
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
 use crate::placement::{self, DeviceConfig, Placement};
 use crate::schedulers::SchedulerConfig;
-use crate::sinks::{Level, VisBackend};
+use crate::sinks::VisBackend;
 use crate::{Error, Result};
 
 /// Timeout of collectives, after which missing ranks are named: MMEngine's 30 minutes.
@@ -345,8 +345,7 @@ impl RunnerBuilder {
 
 /// Returns seed and start time of the run, equal on all ranks.
 fn seed_and_time(group: &ProcessGroup, seed: Option<u64>) -> Result<(u64, String)> {
-    let now = || Zoned::now().strftime("%Y%m%d_%H%M%S").to_string();
-    let shared = || (seed.unwrap_or_else(draw_seed), now());
+    let shared = || (seed.unwrap_or_else(draw_seed), timestamp());
     Ok(collective::object::broadcast_object(group, (group.rank() == 0).then(shared), 0)?)
 }
 

@@ -3,6 +3,8 @@
 use std::fmt::Write;
 use std::time::Duration;
 
+use train_log::format::{bar, clock, scientific};
+
 use super::{EvalSplit, Runner};
 use crate::Result;
 
@@ -79,7 +81,6 @@ fn eval_head(runner: &Runner, split: EvalSplit, done: usize) -> String {
 
 /// Formats the progress bar: epoch, if there are epochs, bar, iterations, loss, remaining time.
 pub(crate) fn format_bar(runner: &Runner, done: usize) -> Result<String> {
-    const WIDTH: usize = 24;
     let (len, count) = match runner.is_by_epoch() {
         true => {
             let (epoch, epochs) = (runner.position().epoch + 1, runner.max_epochs());
@@ -87,42 +88,13 @@ pub(crate) fn format_bar(runner: &Runner, done: usize) -> Result<String> {
         }
         false => (runner.max_iters(), String::new()),
     };
-    let full = (WIDTH * done / len.max(1)).min(WIDTH);
     let all = runner.scalars().smoothed()?;
     let loss = all.iter().find(|(n, _)| *n == "loss").map_or(f64::NAN, |s| s.1);
     Ok(format!(
-        "{count}[{}{}] {done}/{len}  loss {loss:.4}  eta {}",
-        "=".repeat(full),
-        " ".repeat(WIDTH - full),
+        "{count}{} {done}/{len}  loss {loss:.4}  eta {}",
+        bar(done, len),
         clock(runner.eta())
     ))
-}
-
-/// Formats as Python's `{:.4e}`: `4.5217e-02`.
-fn scientific(value: f64) -> String {
-    let text = format!("{value:.4e}");
-    match text.split_once('e') {
-        Some((digits, exponent)) => {
-            let (sign, size) = match exponent.strip_prefix('-') {
-                Some(size) => ('-', size),
-                None => ('+', exponent),
-            };
-            format!("{digits}e{sign}{size:0>2}")
-        }
-        None => text,
-    }
-}
-
-/// Formats as Python's `timedelta`: `1 day, 2:03:04`, `0:00:07`.
-fn clock(duration: Duration) -> String {
-    let seconds = duration.as_secs();
-    let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    let clock = format!("{}:{:02}:{:02}", rest / 3600, rest / 60 % 60, rest % 60);
-    match days {
-        0 => clock,
-        1 => format!("1 day, {clock}"),
-        _ => format!("{days} days, {clock}"),
-    }
 }
 
 #[cfg(test)]
@@ -185,15 +157,5 @@ mod tests {
         assert_eq!(bar(0), format!("Epoch 1/1 [{empty}] 0/48  loss 0.5000  eta 0:01:15"));
         assert!(bar(24).contains(&format!("[{}{}] 24/48", "=".repeat(12), " ".repeat(12))));
         assert!(bar(48).contains(&format!("[{full}] 48/48")));
-    }
-
-    #[test]
-    fn numbers_are_formatted_as_in_python() {
-        assert_eq!(scientific(0.045_217_391_304_347_83), "4.5217e-02");
-        assert_eq!(scientific(0.1), "1.0000e-01");
-        assert_eq!(scientific(12.5), "1.2500e+01");
-        assert_eq!(scientific(f64::NAN), "NaN");
-        assert_eq!(clock(Duration::from_secs(7)), "0:00:07");
-        assert_eq!(clock(Duration::from_secs(93_784)), "1 day, 2:03:04");
     }
 }

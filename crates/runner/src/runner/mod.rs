@@ -46,6 +46,7 @@ pub use loading::LoadOptions;
 use loading::Start;
 pub(crate) use log_lines::{format_eval_line, format_eval_progress, format_train_line};
 use output::Output;
+pub(crate) use output::TERMINAL_VARIABLE;
 pub use saving::Save;
 use saving::{Configured, Status};
 pub use scheduling::ParamSchedulerHook;

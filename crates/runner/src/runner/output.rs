@@ -1,11 +1,14 @@
 //! `Output`: a run's log, scalars and copy of its configuration.
 
-use std::io::ErrorKind;
+use std::io::IsTerminal;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use collective::{Topology, init::Launcher};
+use launch::label_lines;
 use tracing::{Dispatch, dispatcher};
+use train_log::{ChromeTrace, FLUSH_INTERVAL, JsonLine, Logger, create_run_dir};
 
 use super::builder::LogConfig;
 use super::log_lines::format_bar;
@@ -14,16 +17,15 @@ use super::{EvalSplit, Runner};
 use crate::checkpoint::is_full;
 use crate::placement::Placement;
 use crate::sinks::{
-    ChromeTrace, JsonLine, LocalVisBackend, Logger, RunInfo, ScalarRecord, Scalars,
-    TensorboardVisBackend, VisBackend, WAIT,
+    LocalVisBackend, RunInfo, ScalarRecord, Scalars, TensorboardVisBackend, VisBackend,
 };
 use crate::{Error, Result};
 
+/// Set by the launcher for its ranks when its own output is a terminal: they write into pipes.
+pub(crate) const TERMINAL_VARIABLE: &str = "RUNNER_TERMINAL";
+
 /// Minimum time between updates of the progress bar.
 const BAR_INTERVAL: Duration = Duration::from_millis(100);
-
-/// Maximum number of other runs that begin in the same second.
-const MOST_IN_A_SECOND: usize = 1000;
 
 /// A run's outputs on this rank.
 pub(super) struct Output {
@@ -57,7 +59,9 @@ impl Output {
         if let Some(window) = log_config.window_size {
             scalars.set_window(window);
         }
-        let mut logger = Logger::new(rank == 0);
+        let mut logger = Logger::new("runner", rank == 0);
+        logger.set_terminal(is_users_terminal());
+        logger.set_label(label_lines);
         logger.set_least(log_config.log_level);
         logger.set_console(!log_config.no_console);
         let mut backends: Vec<Box<dyn VisBackend>> = vec![Box::new(LocalVisBackend::default())];
@@ -103,7 +107,7 @@ impl Output {
         }
         match ChromeTrace::create(&path, self.rank) {
             Ok(trace) => self.trace = Some(Dispatch::new(trace)),
-            Err(error) => self.goes_on_without("a trace", error)?,
+            Err(error) => self.goes_on_without("a trace", error.into())?,
         }
         Ok(())
     }
@@ -137,9 +141,9 @@ impl Output {
     }
 
     fn create(&mut self, trains: bool) -> Result<()> {
-        let dir = self.create_dir()?;
+        let (dir, timestamp) = create_run_dir(&self.work_dir, &self.timestamp)?;
+        self.timestamp = timestamp;
         let vis = dir.join("vis_data");
-        std::fs::create_dir(&vis).map_err(|e| io(&vis, e))?;
         if let Some((name, text)) = &self.log_config.config {
             let extension = Path::new(name).extension().unwrap_or_default().to_string_lossy();
             let copy = vis.join(format!("config.{extension}"));
@@ -159,24 +163,6 @@ impl Output {
         self.backends.iter_mut().try_for_each(|backend| backend.open(&run))?;
         self.is_open = true;
         Ok(())
-    }
-
-    /// Creates the log directory of this run. Another run that began in the same second has another
-    /// directory.
-    fn create_dir(&mut self) -> Result<PathBuf> {
-        std::fs::create_dir_all(&self.work_dir).map_err(|e| io(&self.work_dir, e))?;
-        let second = self.timestamp.clone();
-        let mut others = 0;
-        loop {
-            let dir = self.work_dir.join(&self.timestamp);
-            match std::fs::create_dir(&dir) {
-                Err(e) if e.kind() == ErrorKind::AlreadyExists && others < MOST_IN_A_SECOND => {
-                    others += 1;
-                    self.timestamp = format!("{second}_{others}");
-                }
-                created => return created.map(|()| dir.clone()).map_err(|e| io(&dir, e)),
-            }
-        }
     }
 
     /// Whether a configuration in the work directory is the copy of an earlier run, which has
@@ -335,10 +321,10 @@ impl Runner {
         self.output.logger.progress(line);
     }
 
-    /// Writes the buffered lines, unless the last write was less than [`WAIT`] ago.
+    /// Writes the buffered lines, unless the last write was less than [`FLUSH_INTERVAL`] ago.
     pub(crate) fn flush_if_due(&mut self) -> Result<()> {
         let output = &mut self.output;
-        let due = || output.written.is_none_or(|written| written.elapsed() >= WAIT);
+        let due = || output.written.is_none_or(|written| written.elapsed() >= FLUSH_INTERVAL);
         if output.waits && due() { output.flush() } else { Ok(()) }
     }
 
@@ -403,16 +389,21 @@ impl Runner {
     }
 }
 
+/// Whether standard output is the user's terminal. mpirun gives its ranks one of its own.
+fn is_users_terminal() -> bool {
+    let by_mpi = || {
+        let topology = Topology::from_env(|name| std::env::var(name).ok());
+        topology.is_ok_and(|topology| topology.launcher == Launcher::Mpi)
+    };
+    std::env::var_os(TERMINAL_VARIABLE).is_some() || std::io::stdout().is_terminal() && !by_mpi()
+}
+
 /// Writes a file; if that fails, as on a full disk, removes the part that was written.
 fn write_whole(path: &Path, bytes: &[u8], what: &str) -> Result<()> {
     std::fs::write(path, bytes).map_err(|source| {
         let _ = std::fs::remove_file(path);
         Error::Io { what: format!("cannot {what} {}", path.display()), source }
     })
-}
-
-fn io(path: &Path, source: std::io::Error) -> Error {
-    Error::Io { what: format!("cannot create {}", path.display()), source }
 }
 
 fn eval_scalars(

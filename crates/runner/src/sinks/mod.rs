@@ -1,4 +1,5 @@
-//! Outputs of a run: console, log file, `scalars.json`, event files, traces, plots.
+//! Outputs of a run: console, log file, `scalars.json`, event files, traces, plots; those that a
+//! loop of one's own has, too, are of [`train_log`].
 //!
 //! # Log lines
 //!
@@ -6,7 +7,7 @@
 //! [`RunnerBuilder::console`](crate::RunnerBuilder::console) and
 //! [`RunnerBuilder::log_file`](crate::RunnerBuilder::log_file) switch off. A
 //! [`tracing`](https://docs.rs/tracing) subscriber of the program gets every line as an event `log`
-//! of the target `runner::log`.
+//! of the target `train_log`.
 //!
 //! # Spans
 //!
@@ -39,23 +40,13 @@
 //! configuration to them, and a program registers its own. `examples/trackers/follow.py` sends
 //! `scalars.json` to W&B or MLflow.
 
-mod appender;
-mod chrome_trace;
 mod curves;
-mod events;
-mod json;
-mod log;
 mod plot;
 mod scalars;
 mod vis_backend;
 
-pub(crate) use appender::WAIT;
-pub use chrome_trace::ChromeTrace;
-pub(crate) use events::hostname;
-pub(crate) use json::JsonLine;
-pub use log::Logger;
-pub(crate) use log::{Level, TERMINAL_VARIABLE};
 pub use plot::plot;
 pub use scalars::Scalars;
+pub use train_log::{ChromeTrace, Logger};
 pub(crate) use vis_backend::{LocalVisBackend, TensorboardVisBackend};
 pub use vis_backend::{RunInfo, ScalarRecord, VIS_BACKENDS, VisBackend};

@@ -2,9 +2,8 @@
 
 use std::path::Path;
 
-use super::appender::Appender;
-use super::events::EventFile;
-use super::json::JsonLine;
+use train_log::{EventFile, ScalarFile};
+
 use crate::Result;
 use crate::registry::{Builtin, Registry};
 
@@ -112,26 +111,22 @@ const BUILTIN: Builtin<Box<dyn VisBackend>> = &[
 
 /// Writes `scalars.json` and a copy named after the time, as MMEngine does.
 #[derive(Debug, Default)]
-pub(crate) struct LocalVisBackend(Vec<Appender>);
+pub(crate) struct LocalVisBackend(Vec<ScalarFile>);
 
 impl VisBackend for LocalVisBackend {
     fn open(&mut self, run: &RunInfo<'_>) -> Result<()> {
         let names = ["scalars", run.timestamp].map(|name| run.dir.join(format!("{name}.json")));
-        self.0 = names.iter().map(|path| Appender::open(path)).collect::<Result<_>>()?;
+        self.0 = names.iter().map(|path| ScalarFile::open(path)).collect::<Result<_, _>>()?;
         Ok(())
     }
 
     fn add_scalars(&mut self, record: &ScalarRecord<'_>) -> Result<()> {
-        let mut line = JsonLine::new();
-        record.scalars.iter().for_each(|(name, value)| line.put(name, value));
-        record.counts.iter().for_each(|(name, count)| line.put(name, count));
-        line.put("step", record.step);
-        let line = line.end();
-        self.0.iter_mut().try_for_each(|file| file.push(&[&line]))
+        let ScalarRecord { scalars, counts, step } = *record;
+        Ok(self.0.iter_mut().try_for_each(|file| file.write(scalars, counts, step))?)
     }
 
     fn flush(&mut self) -> Result<()> {
-        self.0.iter_mut().try_for_each(Appender::flush)
+        Ok(self.0.iter_mut().try_for_each(ScalarFile::flush)?)
     }
 }
 
@@ -149,10 +144,10 @@ impl VisBackend for TensorboardVisBackend {
         let Some(events) = &mut self.0 else { return Ok(()) };
         let counts = record.counts.iter().map(|(name, count)| (*name, *count as f64));
         let values: Vec<_> = record.scalars.iter().copied().chain(counts).collect();
-        events.write(&values, record.step)
+        Ok(events.write(&values, record.step)?)
     }
 
     fn flush(&mut self) -> Result<()> {
-        self.0.as_mut().map_or(Ok(()), EventFile::flush)
+        Ok(self.0.as_mut().map_or(Ok(()), EventFile::flush)?)
     }
 }

@@ -49,7 +49,7 @@ fn subscriber_of_a_program_gets_spans_and_log_lines() {
     let dir = tempfile::tempdir().unwrap();
     let all = two_ranks(|group| {
         let run = || builder(dir.path(), group).console(false).log_file(false).build()?.train();
-        Collector::during(&["runner", "runner::log", "train_step"], || drop(run().unwrap()))
+        Collector::during(&["runner", "train_log", "train_step"], || drop(run().unwrap()))
     });
     for (rank, lines) in all.iter().enumerate() {
         let train = lines.iter().position(|line| line.starts_with("open train ")).unwrap();

@@ -1,7 +1,7 @@
 //! [`Appender`]: appends lines to a file, several per write.
 //!
 //! A write takes about a microsecond in the kernel, longer than an iteration of an empty loop. So
-//! lines in quick succession are written together, after at most [`WAIT`]; readers see complete
+//! lines in quick succession are written together, after at most [`FLUSH_INTERVAL`]; readers see complete
 //! lines, with a delay. Buffered lines are lost if the process is killed.
 //!
 //! Invariant: after a failed write, as on a full disk, the file ends where it ended before, so that
@@ -14,11 +14,11 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// Maximum time for which a line is buffered if iterations are shorter.
-pub(crate) const WAIT: Duration = Duration::from_millis(100);
+/// Time after which buffered lines are written: the interval between two calls of `flush`.
+pub const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Maximum number of buffered bytes.
-pub(super) const MOST: usize = 1 << 16;
+pub(crate) const MOST: usize = 1 << 16;
 
 /// A file, and the bytes that are buffered for it.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ pub(crate) struct Appender {
     is_torn: bool,
     /// The next write takes this many bytes, and fails as on a full disk.
     #[cfg(test)]
-    pub(super) fails_after: Option<usize>,
+    pub(crate) fails_after: Option<usize>,
 }
 
 impl Appender {
@@ -42,13 +42,13 @@ impl Appender {
     }
 
     /// Creates a file in place of an earlier one.
-    pub(super) fn create(path: &Path) -> Result<Self> {
+    pub(crate) fn create(path: &Path) -> Result<Self> {
         Self::new(path, File::create(path))
     }
 
     fn new(path: &Path, file: std::io::Result<File>) -> Result<Self> {
-        let file = file.map_err(|source| io("create", path, source))?;
-        let metadata = file.metadata().map_err(|source| io("create", path, source))?;
+        let file = file.map_err(|source| Error::new("create", path, source))?;
+        let metadata = file.metadata().map_err(|source| Error::new("create", path, source))?;
         let whole = metadata.is_file().then_some(metadata.len());
         Ok(Self {
             path: path.to_owned(),
@@ -85,7 +85,7 @@ impl Appender {
         }
         self.waiting = waiting;
         self.waiting.clear();
-        written.map_err(|source| io("write", &self.path, source))
+        written.map_err(|source| Error::new("write", &self.path, source))
     }
 
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
@@ -107,10 +107,6 @@ impl Appender {
         self.is_torn = false;
         Ok(())
     }
-}
-
-fn io(what: &str, path: &Path, source: std::io::Error) -> Error {
-    Error::Io { what: format!("cannot {what} {}", path.display()), source }
 }
 
 #[cfg(test)]

@@ -7,16 +7,22 @@
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::appender::Appender;
 use crate::Result;
+use crate::appender::Appender;
 
-/// An open event file.
+/// An event file, which TensorBoard shows: `tensorboard --logdir DIR`.
+///
+/// Scalars are buffered until [`flush`](Self::flush), or until there are 64 KiB.
 #[derive(Debug)]
-pub(crate) struct EventFile(Appender);
+pub struct EventFile(Appender);
 
 impl EventFile {
-    /// Creates `events.out.tfevents.SECONDS.HOST.PID.0` in `dir`.
-    pub(crate) fn create(dir: &Path) -> Result<Self> {
+    /// Creates `events.out.tfevents.SECONDS.HOST.PID.0` in the directory `dir`.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be created.
+    pub fn create(dir: &Path) -> Result<Self> {
         let (seconds, host, pid) = (now() as u64, hostname(), std::process::id());
         let path = dir.join(format!("events.out.tfevents.{seconds}.{host}.{pid}.0"));
         let mut events = Self(Appender::open(&path)?);
@@ -28,8 +34,12 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Appends the scalars of one step to the buffer.
-    pub(crate) fn write(&mut self, values: &[(&str, f64)], step: usize) -> Result<()> {
+    /// Appends the scalars of one step: names and values, which are stored as f32.
+    ///
+    /// # Errors
+    ///
+    /// If the buffer is full and cannot be written.
+    pub fn write(&mut self, values: &[(&str, f64)], step: usize) -> Result<()> {
         let mut summary = Vec::new();
         for (tag, value) in values {
             let mut entry = Vec::new();
@@ -46,13 +56,18 @@ impl EventFile {
     }
 
     /// Writes the buffer.
-    pub(crate) fn flush(&mut self) -> Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be written; what it had is lost.
+    pub fn flush(&mut self) -> Result<()> {
         self.0.flush()
     }
 }
 
-/// Name of this host.
-pub(crate) fn hostname() -> String {
+/// Name of this host, as an event file's name has it.
+#[must_use]
+pub fn hostname() -> String {
     let host = std::fs::read("/proc/sys/kernel/hostname");
     let text = |name: Vec<u8>| String::from_utf8_lossy(&name).trim().to_owned();
     host.map_or_else(|_| "localhost".to_owned(), text)
@@ -121,7 +136,7 @@ mod tests {
     /// A file written by TensorBoard's own writer: the frames are equal byte by byte.
     #[test]
     fn frames_match_tensorboard() {
-        let recorded = include_bytes!("../../tests/vectors/events.out.tfevents");
+        let recorded = include_bytes!("../tests/vectors/events.out.tfevents");
         let (mut rest, mut count) = (&recorded[..], 0);
         while !rest.is_empty() {
             let len = u64::from_le_bytes(rest[..8].try_into().unwrap()) as usize;

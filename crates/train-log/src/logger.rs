@@ -1,34 +1,26 @@
-//! The log of a run: `MM/DD HH:MM:SS - runner - INFO - text` on the terminal, the same with the
-//! year in the log file. Only rank 0 writes.
-//!
-//! Every line is also a `tracing` event of the target `runner::log`. Terminal and file can be
-//! switched off separately, so that a subscriber of the program can replace them.
+//! `Logger`: lines on the terminal and in a file, and a progress bar.
 
+use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use collective::{Topology, init::Launcher};
 use jiff::Zoned;
-use launch::label_lines;
 use tracing::{Level as TracingLevel, enabled, info, warn};
 
-use super::appender::{Appender, MOST};
 use crate::Result;
+use crate::appender::{Appender, MOST};
 
 /// Target of the events.
-const TARGET: &str = "runner::log";
-
-/// Set by the launcher for its ranks when its own output is a terminal: they write into pipes.
-pub(crate) const TERMINAL_VARIABLE: &str = "RUNNER_TERMINAL";
+const TARGET: &str = "train_log";
 
 /// Clears from the cursor to the end of the line: what a longer bar left there. At the end of the
-/// text, so that the launcher's prefix before it stays.
+/// text, so that a prefix before it stays.
 const CLEAR_REST: &str = "\x1b[K";
 
 /// Severity of a line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Level {
+pub enum Level {
     /// Information.
     #[default]
     Info,
@@ -38,12 +30,17 @@ pub(crate) enum Level {
     Error,
 }
 
-/// Writes log lines, and a progress bar on a terminal.
+/// Writes log lines: `MM/DD HH:MM:SS - NAME - INFO - text` to standard output, the same with the
+/// year to a file; and a progress bar on a terminal.
 ///
-/// Lines of progress may be buffered, see [`LoggerHook`](crate::hooks::LoggerHook); every other
-/// line is written immediately, after the buffered ones.
+/// Lines of [`progress`](Self::progress) may be buffered; every other line is written immediately,
+/// after the buffered ones. Each line is also a [`tracing`] event `log` of the target `train_log`.
+/// Standard output and file can be switched off separately, so that a subscriber of the program can
+/// replace them. A full disk or a closed pipe loses lines, and is no error.
 #[derive(Debug)]
 pub struct Logger {
+    name: String,
+    label: fn(&str) -> Cow<'_, str>,
     file: Option<Appender>,
     /// Bytes buffered for the terminal.
     waiting: Vec<u8>,
@@ -79,23 +76,37 @@ impl Stamp {
 }
 
 impl Logger {
-    /// A logger that writes to the terminal only; `enabled` is false on all ranks but the first.
+    /// A logger of the program `name` that writes to standard output only; `enabled` is false on
+    /// all ranks but the first.
     #[must_use]
-    pub fn new(enabled: bool) -> Self {
+    pub fn new(name: impl Into<String>, enabled: bool) -> Self {
         Self {
+            name: name.into(),
+            label: |text| text.into(),
             file: None,
             waiting: Vec::new(),
             enabled,
             console: true,
-            terminal: is_users_terminal(),
+            terminal: std::io::stdout().is_terminal(),
             bar_shown: false,
             least: Level::Info,
             stamp: Stamp::default(),
         }
     }
 
+    /// Sets whether standard output is a person's terminal, which gets the progress bar in place of
+    /// lines of progress. The default is whether it is a terminal.
+    pub fn set_terminal(&mut self, is_terminal: bool) {
+        self.terminal = is_terminal;
+    }
+
+    /// Sets what changes each text for standard output, such as a prefix with the rank.
+    pub fn set_label(&mut self, label: fn(&str) -> Cow<'_, str>) {
+        self.label = label;
+    }
+
     /// Sets the least severe level that is logged.
-    pub(crate) fn set_least(&mut self, least: Level) {
+    pub fn set_least(&mut self, least: Level) {
         self.least = least;
     }
 
@@ -104,18 +115,19 @@ impl Logger {
         self.console = wanted;
     }
 
-    /// Writes to `path` as well from now on.
+    /// Appends to the file `path` as well from now on.
     ///
     /// # Errors
     ///
-    /// [`Error::Io`](crate::Error::Io) if it cannot be created.
+    /// If it cannot be created.
     pub fn open_file(&mut self, path: &Path) -> Result<()> {
         self.file = Some(Appender::open(path)?);
         Ok(())
     }
 
     /// Whether anybody gets a line of information: there is no need to format one otherwise.
-    pub(crate) fn wants_info(&self) -> bool {
+    #[must_use]
+    pub fn wants_info(&self) -> bool {
         let is_written = self.least <= Level::Info && (self.console || self.file.is_some());
         self.enabled && (is_written || enabled!(target: TARGET, TracingLevel::INFO))
     }
@@ -133,14 +145,14 @@ impl Logger {
     }
 
     /// Logs a warning, also on a rank whose log is disabled.
-    pub(crate) fn warning_of_rank(&mut self, text: &str) {
+    pub fn warning_of_rank(&mut self, text: &str) {
         let enabled = std::mem::replace(&mut self.enabled, true);
         self.warning(text);
         self.enabled = enabled;
     }
 
     /// Logs a line that the progress bar replaces on a terminal, and that may be buffered.
-    pub(crate) fn progress(&mut self, text: &str) {
+    pub fn progress(&mut self, text: &str) {
         self.line(Level::Info, text, !self.terminal);
         if self.waiting.len() >= MOST {
             self.flush();
@@ -148,7 +160,7 @@ impl Logger {
     }
 
     /// Writes the buffered lines.
-    pub(crate) fn flush(&mut self) {
+    pub fn flush(&mut self) {
         if !self.waiting.is_empty() {
             write_out(&self.waiting);
             self.waiting.clear();
@@ -158,14 +170,15 @@ impl Logger {
     }
 
     /// Whether to draw a progress bar.
-    pub(crate) fn wants_bar(&self) -> bool {
+    #[must_use]
+    pub fn wants_bar(&self) -> bool {
         self.enabled && self.console && self.terminal
     }
 
     /// Draws the bar over the previous one.
-    pub(crate) fn bar(&mut self, text: &str) {
+    pub fn bar(&mut self, text: &str) {
         self.bar_shown = true;
-        write_out(label_lines(&format!("{text}{CLEAR_REST}\r")).as_bytes());
+        write_out((self.label)(&format!("{text}{CLEAR_REST}\r")).as_bytes());
     }
 
     fn line(&mut self, level: Level, text: &str, on_terminal: bool) {
@@ -179,28 +192,19 @@ impl Logger {
         if level < self.least {
             return;
         }
-        let level =
-            if level == Level::Warning { " - runner - WARNING - " } else { " - runner - INFO - " };
+        let level = if level == Level::Warning { " - WARNING - " } else { " - INFO - " };
         self.stamp.renew();
         if on_terminal && self.console {
             let clear = if std::mem::take(&mut self.bar_shown) { CLEAR_REST } else { "" };
-            let line = format!("{}{level}{text}{clear}\n", self.stamp.terminal);
-            self.waiting.extend_from_slice(label_lines(&line).as_bytes());
+            let line = format!("{} - {}{level}{text}{clear}\n", self.stamp.terminal, self.name);
+            self.waiting.extend_from_slice((self.label)(&line).as_bytes());
         }
         if let Some(file) = &mut self.file {
-            let pieces = [&self.stamp.file, level, text, "\n"].map(str::as_bytes);
+            let pieces = [&self.stamp.file, " - ", &self.name, level, text, "\n"];
+            let pieces = pieces.map(str::as_bytes);
             let _ = file.push(&pieces);
         }
     }
-}
-
-/// Whether standard output is the user's terminal. mpirun gives its ranks one of its own.
-fn is_users_terminal() -> bool {
-    let by_mpi = || {
-        let topology = Topology::from_env(|name| std::env::var(name).ok());
-        topology.is_ok_and(|topology| topology.launcher == Launcher::Mpi)
-    };
-    std::env::var_os(TERMINAL_VARIABLE).is_some() || std::io::stdout().is_terminal() && !by_mpi()
 }
 
 /// Writes to standard output; ignores a closed pipe.

@@ -25,18 +25,18 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_core::span::Current;
 
-use super::appender::Appender;
-use super::json::JsonLine;
-use crate::Result;
+use crate::appender::Appender;
+use crate::{JsonLine, Result};
 
 /// Number of events that are written, which bounds the file: about 150 MB.
 const MAX_EVENTS: usize = 1 << 20;
 
 /// Writes the spans and events of one rank to a file.
 ///
-/// [`RunnerBuilder::trace`](crate::RunnerBuilder::trace) installs one for the time of a run. A
-/// program can also install one itself, for the process or a scope, with
-/// `tracing::subscriber::set_global_default` or `with_default`.
+/// A program installs one for the process or a scope, with
+/// `tracing::subscriber::set_global_default` or `with_default`; `runner` does so for `trace = PATH`.
+/// The file is complete when it is dropped. `jq -s add trace*.json` merges the files of the ranks
+/// of a machine.
 ///
 /// It writes all spans and events of level `DEBUG` and above, and the calls of `collective`.
 pub struct ChromeTrace {
@@ -80,7 +80,8 @@ struct Thread {
 impl ChromeTrace {
     /// Returns the reason why a trace cannot be at this path: the directory is missing, or another
     /// file is there, which it would replace.
-    pub(crate) fn refusal(path: &Path) -> Option<String> {
+    #[must_use]
+    pub fn refusal(path: &Path) -> Option<String> {
         let text = path.display();
         let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty());
         if dir.is_some_and(|dir| !dir.is_dir()) {
@@ -100,7 +101,7 @@ impl ChromeTrace {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`](crate::Error::Io) if it cannot be created.
+    /// If it cannot be created.
     pub fn create(path: &Path, rank: usize) -> Result<Self> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mut state = State {
@@ -129,7 +130,7 @@ impl ChromeTrace {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`](crate::Error::Io) once, if any could not be written; no more are written then.
+    /// Once, if any could not be written; no more are written then.
     pub fn flush(&self) -> Result<()> {
         let mut state = self.state.lock();
         let flushed = state.file.flush();

@@ -174,6 +174,42 @@ impl Trainer {
     /// leaves `.NAME.*.new`, which the next one removes; on a file system without locks it stays
     /// until you remove it, and a second run is not noticed before it has saved.
     ///
+    /// Two trainers that save to a file each have files of two moments after a kill between both
+    /// saves, and neither resume is an error. [`Parts`](crate::Parts) saves both to one file, of
+    /// one moment, and can always go on. With two files compare the epochs that both resumes
+    /// return; if the run also saves within epochs, what [`resume_with`](Self::resume_with) returns
+    /// of both, with the [position](train_data::DataLoader::position) of the loader or a count of
+    /// batches as the data. Numbers of [`steps`](Self::steps) are no measure: each trainer takes
+    /// and skips its own.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Module, Tensor};
+    /// # use candle_nn::{VarMap, linear};
+    /// # use candle_train::{AdamWHyper, Trainer, seeded};
+    /// # let directory = tempfile::tempdir()?;
+    /// # let [g_path, d_path] = ["g", "d"].map(|name| directory.path().join(name));
+    /// # let x = Tensor::ones((4, 2), DType::F32, &Device::Cpu)?;
+    /// # let (g_vars, d_vars) = (VarMap::new(), VarMap::new());
+    /// # let generator = linear(2, 2, seeded(&g_vars, 1, DType::F32, &Device::Cpu))?;
+    /// # let discriminator = linear(2, 1, seeded(&d_vars, 2, DType::F32, &Device::Cpu))?;
+    /// let mut g = Trainer::builder(&g_vars).part("generator").build(AdamWHyper::default())?;
+    /// let d = Trainer::builder(&d_vars).part("discriminator").group(g.group().clone());
+    /// let mut d = d.build(AdamWHyper::default())?;
+    ///
+    /// let start = g.resume(&g_path)?;
+    /// if d.resume(&d_path)? != start {
+    ///     return Err("files of two epochs: remove both, or take copies of one".into());
+    /// }
+    /// for epoch in start..3 {
+    ///     let fake = generator.forward(&x)?.detach();
+    ///     d.step(|| discriminator.forward(&fake)?.sqr()?.mean_all())?;
+    ///     g.step(|| discriminator.forward(&generator.forward(&x)?)?.neg()?.mean_all())?;
+    ///     g.save(&g_path, epoch + 1)?;
+    ///     d.save(&d_path, epoch + 1)?;
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] on every rank if the file cannot be written, or another run saves

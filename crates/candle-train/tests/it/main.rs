@@ -14,6 +14,7 @@ mod failures;
 mod first_step;
 mod order;
 mod parts;
+mod process;
 mod recovery;
 mod refusals;
 mod resumable;

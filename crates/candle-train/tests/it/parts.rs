@@ -9,6 +9,7 @@ use candle_ops::{cross_entropy, randn};
 use candle_train::{AdamWHyper, Clip, Parts, SgdHyper, Trainer, seeded, train_step};
 use collective::ProcessGroup;
 
+use super::process::{self, Process};
 use super::{Net, SAMPLES, batch, ranks, weights};
 
 /// Two nets with the same names of variables.
@@ -136,6 +137,74 @@ fn files_of_other_trainers_are_refused_by_name() {
         Parts::of([second, first]).save(&both, 2).unwrap();
         Parts::of(&mut all).save(&both, 3).unwrap();
         assert_eq!(Parts::of(&mut all).resume(&both).unwrap(), 3);
+    });
+}
+
+/// Trains two trainers with a file each to an epoch, and returns their numbers of steps, as an
+/// error if the files are of two epochs. `between` is called between both saves.
+fn run_two_files(folder: &Path, epochs: usize, between: impl Fn()) -> Result<[u64; 2], [u64; 2]> {
+    let group = ProcessGroup::threads(1, Duration::from_secs(5)).unwrap().remove(0);
+    let nets = nets();
+    let mut both = trainers(&nets, &group);
+    let [a, b] = ["a", "b"].map(|name| folder.join(name));
+    let start = both[0].resume(&a).unwrap();
+    if both[1].resume(&b).unwrap() != start {
+        return Err(both.map(|train| train.steps()));
+    }
+    for at in start..epochs {
+        epoch(&mut both, &nets, at);
+        both[1].save(&b, at + 1).unwrap();
+        between();
+        both[0].save(&a, at + 1).unwrap();
+    }
+    Ok(both.map(|train| train.steps()))
+}
+
+#[test]
+fn two_files_of_a_run_killed_between_its_saves_differ_in_their_epochs() {
+    let test = "parts::two_files_of_a_run_killed_between_its_saves_differ_in_their_epochs";
+    if let Some(folder) = process::folder() {
+        let between = || {
+            std::fs::write(folder.join("between"), "").unwrap();
+            std::thread::sleep(Duration::from_secs(3600));
+        };
+        run_two_files(&folder, usize::MAX, between).unwrap();
+    }
+    // Killed in the first epoch, and in the second one.
+    for before in [0, 1] {
+        let directory = tempfile::tempdir().unwrap();
+        let folder = directory.path();
+        let [a, b] = run_two_files(folder, before, || ()).unwrap();
+        let mut process = Process::start(test, folder);
+        process.wait_for(&folder.join("between"));
+        drop(process);
+        assert_eq!(run_two_files(folder, 3, || ()).unwrap_err(), [a, b + 6]);
+    }
+    // Whole pairs go on, whatever their numbers of steps.
+    let directory = tempfile::tempdir().unwrap();
+    for epochs in 1..4 {
+        let [a, b] = run_two_files(directory.path(), epochs, || ()).unwrap();
+        assert_eq!((a < b, b), (true, 6 * epochs as u64));
+    }
+}
+
+#[test]
+fn two_files_of_one_epoch_differ_in_their_data() {
+    let directory = tempfile::tempdir().unwrap();
+    let [first, second] = ["a", "b"].map(|name| directory.path().join(name));
+    ranks(2, |group| {
+        let nets = nets();
+        let [mut a, mut b] = trainers(&nets, &group);
+        let mut is_equal =
+            || a.resume_with::<u64>(&first).unwrap() == b.resume_with(&second).unwrap();
+        assert!(is_equal());
+        for batches in [3_u64, 4] {
+            let [a, b] = trainers(&nets, &group);
+            b.save_with(&second, 0, &batches).unwrap();
+            assert!(!is_equal());
+            a.save_with(&first, 0, &batches).unwrap();
+            assert!(is_equal());
+        }
     });
 }
 

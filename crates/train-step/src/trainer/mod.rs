@@ -503,7 +503,7 @@ impl Trainer {
         self.rank() == 0
     }
 
-    /// Number of applied steps.
+    /// Number of steps applied since the run began; [`resume`](Self::resume) restores it.
     #[must_use]
     pub const fn steps(&self) -> u64 {
         self.steps

@@ -44,6 +44,13 @@ impl Trainer {
     /// leaves `.NAME.*.new`, which the next one removes; on a file system without locks it stays
     /// until you remove it, and a second run is not noticed before it has saved.
     ///
+    /// Two trainers that save to a file each have files of two moments after a kill between both
+    /// saves, and neither resume is an error. [`Parts`](crate::Parts) saves both to one file, of
+    /// one moment. With two files compare the epochs that both resumes return; if the run also
+    /// saves within epochs, what [`resume_with`](Self::resume_with) returns of both, with a count
+    /// of batches as the data. Numbers of [`steps`](Self::steps) are no measure: each trainer takes
+    /// and skips its own.
+    ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] on every rank if the file cannot be written, or another run saves

@@ -33,10 +33,11 @@ mod text_stream;
 mod unet;
 
 use std::path::Path;
-use std::process::{Child, Command};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use candle_ops::nn::LlamaConfig;
+
+use super::process::{self, Process};
 
 /// Random predictions have an accuracy of a third.
 #[test]
@@ -117,14 +118,11 @@ fn train_llama(directory: &Path) -> (String, f64) {
     llama::train(&texts, &directory.join("run"), 8, &config, "the cat").unwrap()
 }
 
-/// The name of this variable is a folder in which the process trains.
-const FOLDER: &str = "LLAMA_TEST_FOLDER";
-
 /// Random predictions have a perplexity of 300.
 #[test]
 fn a_llama_that_is_killed_has_the_bytes_of_an_undisturbed_one() {
-    if let Some(folder) = std::env::var_os(FOLDER) {
-        train_llama(Path::new(&folder));
+    if let Some(folder) = process::folder() {
+        train_llama(&folder);
         return;
     }
     let [whole, killed] = [(); 2].map(|()| tempfile::tempdir().unwrap());
@@ -133,18 +131,14 @@ fn a_llama_that_is_killed_has_the_bytes_of_an_undisturbed_one() {
     assert!(text.starts_with("the cat"), "{text}");
 
     let run = killed.path().join("run/run.safetensors");
-    let modified = || std::fs::metadata(&run).and_then(|data| data.modified()).ok();
-    let spawn = || {
-        let name = "examples::a_llama_that_is_killed_has_the_bytes_of_an_undisturbed_one";
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", name]).env(FOLDER, killed.path()).spawn().unwrap()
-    };
     // At once, while the tokens are made perhaps, and after the next save.
     for waits in [false, true, true] {
-        let (mut child, before, start) = (Killed(spawn()), modified(), Instant::now());
-        while waits && modified() == before && child.0.try_wait().unwrap().is_none() {
-            assert!(start.elapsed() < Duration::from_secs(120), "no save");
-            std::thread::sleep(Duration::from_millis(1));
+        let mut process = Process::start(
+            "examples::a_llama_that_is_killed_has_the_bytes_of_an_undisturbed_one",
+            killed.path(),
+        );
+        if waits {
+            process.wait_for(&run);
         }
     }
     let steps = |folder: &Path| std::fs::read(folder.join("run/run.safetensors")).unwrap();
@@ -156,15 +150,79 @@ fn a_llama_that_is_killed_has_the_bytes_of_an_undisturbed_one() {
     }
 }
 
-/// A process that is killed when dropped.
-struct Killed(Child);
+/// A program with [`Parts`](candle_train::Parts), which trains in this file up to so many epochs.
+struct Pair {
+    /// A test that runs the program for ever in a process of its own.
+    test: &'static str,
+    train: fn(&Path, usize),
+}
 
-impl Drop for Killed {
-    fn drop(&mut self) {
-        // It may have ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+const GAN: Pair = Pair {
+    test: "examples::a_gan_that_is_killed_has_the_bytes_of_an_undisturbed_one",
+    train: |run, epochs| {
+        gan::train(run, epochs).unwrap();
+    },
+};
+
+const ACTOR_CRITIC: Pair = Pair {
+    test: "examples::an_actor_and_a_critic_that_are_killed_have_the_bytes_of_undisturbed_ones",
+    train: |run, epochs| {
+        actor_critic::train(run, epochs).unwrap();
+    },
+};
+
+impl Pair {
+    /// Kills the program before its first save perhaps, and then within an epoch or a save after
+    /// each start's first one; another seed has other moments.
+    fn kill(&self, kills: u32, seed: u32) {
+        if let Some(folder) = process::folder() {
+            (self.train)(&folder.join("killed"), usize::MAX);
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let [killed, whole] = ["killed", "whole"].map(|name| dir.path().join(name));
+        for kill in 0..kills {
+            let (mut process, start) = (Process::start(self.test, dir.path()), Instant::now());
+            if kill > 0 {
+                process.wait_for(&killed);
+                // Multiples of the golden ratio are spread evenly over an epoch.
+                let share = f64::from(seed) * 0.414_214 + f64::from(kill) * 0.618_034;
+                std::thread::sleep(start.elapsed().mul_f64(share.fract()));
+            }
+            assert!(process.is_running(), "{} ended before kill {kill}", self.test);
+        }
+        let epochs = epoch(&killed) + 1;
+        (self.train)(&killed, epochs);
+        (self.train)(&whole, epochs);
+        let [killed, whole] = [killed, whole].map(|run| std::fs::read(run).unwrap());
+        assert!(killed == whole, "{} differs after {epochs} epochs, seed {seed}", self.test);
     }
+}
+
+/// The epoch of a checkpoint.
+fn epoch(run: &Path) -> usize {
+    let bytes = std::fs::read(run).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut all = file.iter().filter(|(name, _)| name.ends_with(".trainer"));
+    let progress: serde_json::Value = serde_json::from_slice(all.next().unwrap().1.data()).unwrap();
+    usize::try_from(progress["epoch"].as_u64().unwrap()).unwrap()
+}
+
+#[test]
+fn a_gan_that_is_killed_has_the_bytes_of_an_undisturbed_one() {
+    GAN.kill(4, 1);
+}
+
+#[test]
+fn an_actor_and_a_critic_that_are_killed_have_the_bytes_of_undisturbed_ones() {
+    ACTOR_CRITIC.kill(12, 1);
+}
+
+#[test]
+#[ignore = "takes minutes: kills each pair fifty times; SEED sets other moments"]
+fn nightly_pairs_killed_at_fifty_moments_have_the_bytes_of_undisturbed_ones() {
+    let seed = std::env::var("SEED").map_or(2, |seed| seed.parse().unwrap());
+    GAN.kill(50, seed);
+    ACTOR_CRITIC.kill(50, seed);
 }
 
 #[test]

@@ -60,6 +60,7 @@ pub mod conv;
 pub mod embedding;
 pub mod generate;
 pub mod group_norm;
+pub mod instance_norm;
 pub mod layer_norm;
 pub mod linear;
 pub mod llama;
@@ -92,6 +93,7 @@ pub use conv::{
 pub use embedding::{Embedding, embedding};
 pub use generate::GenerateOptions;
 pub use group_norm::{GroupNorm, group_norm};
+pub use instance_norm::{InstanceNorm, InstanceNormConfig, instance_norm};
 pub use layer_norm::{
     LayerNorm, LayerNormConfig, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
 };

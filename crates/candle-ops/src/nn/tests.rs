@@ -40,6 +40,9 @@ fn names_are_pytorchs() {
     rms_norm(3, 1e-5, vb.pp("rms")).unwrap();
     embedding(3, 2, vb.pp("tokens")).unwrap();
     group_norm(2, 4, 1e-5, vb.pp("gn")).unwrap();
+    let affine = InstanceNormConfig { affine: true, ..Default::default() };
+    instance_norm(3, affine, vb.pp("in")).unwrap();
+    instance_norm(3, InstanceNormConfig::default(), vb.pp("plain")).unwrap();
     let config = Conv1dConfig { groups: 2, ..Default::default() };
     assert_eq!(conv1d(4, 6, 3, config, vb.pp("c1")).unwrap().weight().dims(), [6, 2, 3]);
     let config = ConvTranspose1dConfig { groups: 2, ..Default::default() };
@@ -63,6 +66,8 @@ fn names_are_pytorchs() {
             "fc.weight",
             "gn.bias",
             "gn.weight",
+            "in.bias",
+            "in.weight",
             "ln.bias",
             "ln.weight",
             "out.weight",
@@ -73,6 +78,30 @@ fn names_are_pytorchs() {
             "tokens.weight"
         ]
     );
+}
+
+#[test]
+fn instance_norm_is_its_function_with_or_without_parameters() {
+    let x = values("x", &[2, 3, 4, 5]);
+    let (weight, bias) = (values("w", &[3]), values("b", &[3]));
+    let norm = InstanceNorm::new(3, weight.clone(), bias.clone(), 0.125).unwrap();
+    let plain = instance_norm(3, Default::default(), builder(&VarMap::new(), DType::F32)).unwrap();
+    let affine = Some((&weight, &bias));
+    for (got, wanted) in [
+        (passed(&x, |x| norm.forward(x)), passed(&x, |x| crate::instance_norm(x, affine, 0.125))),
+        (passed(&x, |x| plain.forward(x)), passed(&x, |x| crate::instance_norm(x, None, 1e-5))),
+    ] {
+        assert_eq!(got.map(|t| flat(&t)), wanted.map(|t| flat(&t)));
+    }
+    assert!(plain.weight_and_bias().is_none() && norm.weight_and_bias().is_some());
+    let error = InstanceNorm::new(4, weight, bias, 1e-5).unwrap_err().to_string();
+    assert!(error.contains("both must be [4]"), "{error}");
+    for shape in [&[2, 4, 3][..], &[3]] {
+        for norm in [&norm, &plain] {
+            let error = norm.forward(&values("x", shape)).unwrap_err().to_string();
+            assert!(error.contains("for 3 channels"), "{error}");
+        }
+    }
 }
 
 #[test]
@@ -323,7 +352,7 @@ fn sdpa_has_candle_nns_arguments() {
 #[test]
 fn a_layer_larger_than_memory_is_an_error_that_names_it() {
     type Make = fn(usize, VarBuilder<'_>) -> Result<()>;
-    let makes: [(&str, Make); 12] = [
+    let makes: [(&str, Make); 13] = [
         ("weight", |n, vb| linear(n, 10, vb).map(drop)),
         ("weight", |n, vb| linear_no_bias(10, n, vb).map(drop)),
         ("weight", |n, vb| embedding(n, 8, vb).map(drop)),
@@ -338,6 +367,10 @@ fn a_layer_larger_than_memory_is_an_error_that_names_it() {
             batch_norm(n, config, vb).map(drop)
         }),
         ("weight", |n, vb| group_norm(1, n, 1e-5, vb).map(drop)),
+        ("weight", |n, vb| {
+            let config = InstanceNormConfig { affine: true, ..Default::default() };
+            instance_norm(n, config, vb).map(drop)
+        }),
         ("weight", |n, vb| rms_norm(n, 1e-5, vb).map(drop)),
     ];
     for (name, make) in makes {

@@ -58,11 +58,11 @@
 //! Under autocast an operator first casts its inputs by PyTorch's lists, with PyTorch's name for
 //! it: `conv2d`, `conv3d`, `conv_transpose2d`, `group_norm`, `linear`,
 //! `scaled_dot_product_attention`, `lstm_cell`, `gru_cell`, `cross_entropy_loss`, `layer_norm`,
-//! `rms_norm`, `softmax`, `log_softmax`, `sum`, `upsample_nearest2d`, `upsample_bilinear2d`. In no
-//! list, but available for custom rules, are `instance_norm`, `mean`, `batch_norm`, `mul`,
+//! `ctc_loss`, `rms_norm`, `softmax`, `log_softmax`, `sum`, `upsample_nearest2d`,
+//! `upsample_bilinear2d`. In no list, but available for custom rules, are `instance_norm`, `mean`, `batch_norm`, `mul`,
 //! `gather`, `pad`, `avg_pool2d`, `embedding`, `gelu`, `silu` (also for `swiglu`), `tanh`,
 //! `sigmoid`, `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`, `rope`, `relu`,
-//! `add`, `max_pool2d`, `adaptive_avg_pool2d`.
+//! `add`, `max_pool2d`, `adaptive_avg_pool2d`, `adaptive_max_pool2d`.
 
 mod activation;
 mod attention;
@@ -108,7 +108,7 @@ pub use elementwise::{Normalization, add, add_relu, normalize, relu};
 pub use error::Error;
 pub use graph::tape::{Sources, Tape, record};
 pub use image::avg_pool::{adaptive_avg_pool2d, avg_pool2d};
-pub use image::pool::{global_avg_pool, max_pool2d};
+pub use image::pool::{adaptive_max_pool2d, global_avg_pool, max_pool2d};
 pub use image::upsample::{
     pixel_shuffle, pixel_unshuffle, upsample_bilinear2d, upsample_nearest2d,
 };
@@ -116,6 +116,7 @@ pub use index::embedding::{embedding, embedding_with_padding};
 pub use index::scatter::{scatter, scatter_add};
 pub use index::take::{PadMode, gather, pad};
 pub use linear::linear;
+pub use loss::ctc::{CtcLossOptions, Reduction, ctc_loss};
 pub use loss::{CrossEntropyOptions, cross_entropy, cross_entropy_with};
 pub use norm::batch_norm::{batch_norm, batch_norm_with};
 pub use norm::group_norm::group_norm;

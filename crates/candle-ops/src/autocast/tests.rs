@@ -117,6 +117,11 @@ fn operators() -> Vec<(&'static str, Vec<&'static [usize]>, Op)> {
         ("add", vec![&[2, 7], &[7]], |t| add(&t[0], &t[1])),
         ("add", vec![&[7], &[7]], |t| add_relu(&t[0], &t[1])),
         ("max_pool2d", vec![image], |t| max_pool2d(&t[0], 2, Window::default())),
+        ("adaptive_max_pool2d", vec![image], |t| adaptive_max_pool2d(&t[0], 3, 1)),
+        ("ctc_loss", vec![&[3, 1, 4]], |t| {
+            let targets = Tensor::new(&[[2i64]], &Device::Cpu)?;
+            ctc_loss(&t[0], &targets, &[3], &[1], CtcLossOptions::default())
+        }),
         ("adaptive_avg_pool2d", vec![image], |t| global_avg_pool(&t[0])),
     ]
 }

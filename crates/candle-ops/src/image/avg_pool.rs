@@ -49,16 +49,28 @@ pub fn avg_pool2d(x: &Tensor, kernel: usize, window: Window) -> Result<Tensor> {
 ///
 /// An unsupported shape or dtype; a size of 0.
 pub fn adaptive_avg_pool2d(x: &Tensor, height: usize, width: usize) -> Result<Tensor> {
-    let [x] = cast("adaptive_avg_pool2d", [x])?;
+    const NAME: &str = "adaptive_avg_pool2d";
+    let [x] = cast(NAME, [x])?;
+    let [rows, columns] = adaptive_windows(NAME, &x, [height, width])?;
     let (_, _, from_height, from_width) = x.dims4()?;
-    if from_height * from_width * height * width == 0 {
-        bail!("adaptive_avg_pool2d: from {from_height} x {from_width} to {height} x {width}");
+    let axis = |ranges, extent| Axis { ranges, extent, count: None };
+    pool(&x, [axis(rows, from_height), axis(columns, from_width)])
+}
+
+/// The rows and the columns of each window of an adaptive pool.
+pub(super) fn adaptive_windows(
+    name: &str,
+    x: &Tensor,
+    to: [usize; 2],
+) -> Result<[Vec<Range<usize>>; 2]> {
+    let (_, _, height, width) = x.dims4()?;
+    if [height, width, to[0], to[1]].contains(&0) {
+        bail!("{name}: from {height} x {width} to {} x {}", to[0], to[1]);
     }
-    let axis = |extent: usize, to: usize| {
-        let ranges = (0..to).map(|i| i * extent / to..((i + 1) * extent).div_ceil(to)).collect();
-        Axis { ranges, extent, count: None }
+    let of = |extent: usize, to: usize| {
+        (0..to).map(|i| i * extent / to..((i + 1) * extent).div_ceil(to)).collect()
     };
-    pool(&x, [axis(from_height, height), axis(from_width, width)])
+    Ok([of(height, to[0]), of(width, to[1])])
 }
 
 fn pool(x: &Tensor, [rows, columns]: [Axis; 2]) -> Result<Tensor> {

@@ -1,6 +1,8 @@
 //! For tensors on a GPU: kernels if there are, else compositions; see `graph/device.rs`.
 
-use candle_core::{Result, Tensor};
+use std::ops::Range;
+
+use candle_core::{Result, Shape, Tensor};
 
 use super::upsample::Axis;
 use crate::graph::device::{self, widened};
@@ -13,7 +15,6 @@ pub(crate) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
         return kernels.max_pool2d(x, extents);
     }
     let Windows { images, channels, height, width, kernel, window, .. } = extents;
-    let count = extents.out_height * extents.out_width;
     // The gradients of a pixel in several windows are summed.
     let (dtype, [x]) = (x.dtype(), &widened([x])?);
     let mut planes = x.reshape((images, channels, height * width))?;
@@ -24,15 +25,53 @@ pub(crate) fn max_pool2d(x: &Tensor, extents: Windows) -> Result<Tensor> {
     }
     let shapes = [height, width, kernel, window.stride, window.padding];
     let at = constant("max_pool2d", &shapes, x.device(), || {
-        Tensor::from_vec(pixels(extents), count * kernel * kernel, x.device())
+        let pixels = pixels(extents);
+        let count = pixels.len();
+        Tensor::from_vec(pixels, count, x.device())
     })?;
-    let rows = planes.index_select(&at, 2)?.reshape((images, channels, count, kernel * kernel))?;
+    largest(&planes, &at, extents.output_shape())?.to_dtype(dtype)
+}
+
+/// The pixels beyond a window that is smaller than others are its last row and column again.
+pub(crate) fn adaptive_max_pool2d(
+    x: &Tensor,
+    [rows, columns]: &[Vec<Range<usize>>; 2],
+) -> Result<Tensor> {
+    let (images, channels, height, width) = x.dims4()?;
+    let (dtype, [x]) = (x.dtype(), &widened([x])?);
+    let shapes = [height, width, rows.len(), columns.len()];
+    let at = constant("adaptive_max_pool2d", &shapes, x.device(), || {
+        let most = |windows: &[Range<usize>]| windows.iter().map(Range::len).max().unwrap_or(0);
+        let (row_taps, column_taps) = (most(rows), most(columns));
+        let mut pixels = Vec::new();
+        for (rows, columns) in rows.iter().flat_map(|row| columns.iter().map(move |c| (row, c))) {
+            for (row, column) in (0..row_taps).flat_map(|y| (0..column_taps).map(move |x| (y, x))) {
+                let row = (rows.start + row).min(rows.end - 1);
+                let column = (columns.start + column).min(columns.end - 1);
+                // Planes are smaller than `u32::MAX`.
+                pixels.push((row * width + column) as u32);
+            }
+        }
+        let count = pixels.len();
+        Tensor::from_vec(pixels, count, x.device())
+    })?;
+    let planes = x.reshape((images, channels, height * width))?;
+    let shape = (images, channels, rows.len(), columns.len()).into();
+    largest(&planes, &at, shape)?.to_dtype(dtype)
+}
+
+/// The largest of the pixels of each window, whose indices `at` in a plane follow each other.
+fn largest(planes: &Tensor, at: &Tensor, shape: Shape) -> Result<Tensor> {
+    let (images, channels, height, width) = shape.dims4()?;
+    let (count, x) = (height * width, planes);
+    let taps = at.elem_count() / count;
+    let rows = planes.index_select(at, 2)?.reshape((images, channels, count, taps))?;
     // argmax skips NaN, so NaN is replaced with infinity.
     let seen = rows.detach();
     let infinity = Tensor::new(f32::INFINITY, x.device())?.to_dtype(x.dtype())?;
     let infinity = infinity.broadcast_as(seen.shape())?;
     let taken = seen.ne(&seen)?.where_cond(&infinity, &seen)?.argmax_keepdim(3)?;
-    rows.gather(&taken, 3)?.reshape(extents.output_shape())?.to_dtype(dtype)
+    rows.gather(&taken, 3)?.reshape(shape)
 }
 
 /// Index in its plane of each pixel of each window. The index of padding is one past the plane.

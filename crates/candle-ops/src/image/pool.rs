@@ -1,9 +1,11 @@
 //! Max pooling over windows, average pooling over images.
 
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
+use super::avg_pool::adaptive_windows;
 use super::dispatch;
 use crate::cast;
 use crate::conv::{inside, positions};
@@ -39,13 +41,42 @@ impl Windows {
             bail!("max_pool2d: {window:?} pads more than half a kernel of {kernel}");
         }
         let (images, channels, height, width) = x.dims4()?;
-        if height * width >= NONE as usize {
-            bail!("max_pool2d: an image of {height} x {width} is too large");
-        }
+        check_plane("max_pool2d", height, width)?;
         let (out_height, out_width) =
             (positions(height, kernel, window)?, positions(width, kernel, window)?);
         Ok(Self { images, channels, height, width, out_height, out_width, kernel, window })
     }
+}
+
+/// A selected pixel is an index in its plane, below [`NONE`].
+fn check_plane(name: &str, height: usize, width: usize) -> Result<()> {
+    if height.checked_mul(width).is_none_or(|pixels| pixels >= NONE as usize) {
+        bail!("{name}: an image of {height} x {width} is too large");
+    }
+    Ok(())
+}
+
+/// Max pooling to a height and width, with the windows of
+/// [`adaptive_avg_pool2d`](crate::adaptive_avg_pool2d), which may overlap. Follows:
+/// `torch.nn.functional.adaptive_max_pool2d`.
+///
+/// Shapes: `[n, c, H, W]` to `[n, c, height, width]`. Exact. NaN takes precedence over all values.
+/// The backward pass assigns gradients as that of [`max_pool2d`].
+///
+/// # Errors
+///
+/// An unsupported shape or dtype; a size of 0.
+pub fn adaptive_max_pool2d(x: &Tensor, height: usize, width: usize) -> Result<Tensor> {
+    const NAME: &str = "adaptive_max_pool2d";
+    let [x] = cast(NAME, [x])?;
+    let windows = adaptive_windows(NAME, &x, [height, width])?;
+    let (_, _, from_height, from_width) = x.dims4()?;
+    check_plane(NAME, from_height, from_width)?;
+    if device::dispatches(&x) {
+        return dispatch::adaptive_max_pool2d(&x, &windows);
+    }
+    let [rows, columns] = windows;
+    apply1(AdaptiveMaxPool { rows, columns, taken: OnceLock::new() }, [x])
 }
 
 /// The mean of each channel of each image: `[n, c, h, w]` to `[n, c]`. NaN and infinities
@@ -93,17 +124,22 @@ impl Operator<1> for MaxPool {
         _y: Input<'_>,
         dy: Input<'_>,
     ) -> Result<[Option<Vec<T>>; 1]> {
-        let Windows { height, width, out_height, out_width, .. } = self.extents;
-        let dy = dy.values::<T>()?;
-        let taken = self.taken.get().expect("forward came first");
-        let mut dx = vec![T::ZERO; x.shape().elem_count()];
-        let plane = out_height * out_width;
-        let sources = dy.chunks_exact(plane).zip(taken.chunks_exact(plane));
-        for (dx, (dy, taken)) in dx.chunks_exact_mut(height * width).zip(sources) {
-            dy.iter().zip(taken).for_each(|(dy, at)| dx[*at as usize] += *dy);
-        }
-        Ok([Some(dx)])
+        Ok([Some(to_taken(x.shape(), &self.taken, dy)?)])
     }
+}
+
+/// The gradient of a pool: those of the outputs, at the inputs that were selected.
+fn to_taken<T: Real>(x: &Shape, taken: &OnceLock<Vec<u32>>, dy: Input<'_>) -> Result<Vec<T>> {
+    let ((_, _, height, width), (_, _, out_height, out_width)) = (x.dims4()?, dy.shape().dims4()?);
+    let dy = dy.values::<T>()?;
+    let taken = taken.get().expect("forward came first");
+    let mut dx = vec![T::ZERO; x.elem_count()];
+    let plane = out_height * out_width;
+    let sources = dy.chunks_exact(plane).zip(taken.chunks_exact(plane));
+    for (dx, (dy, taken)) in dx.chunks_exact_mut(height * width).zip(sources) {
+        dy.iter().zip(taken).for_each(|(dy, at)| dx[*at as usize] += *dy);
+    }
+    Ok(dx)
 }
 
 impl MaxPool {
@@ -130,6 +166,50 @@ impl MaxPool {
                 }
             }
         }
+    }
+}
+
+struct AdaptiveMaxPool {
+    rows: Vec<Range<usize>>,
+    columns: Vec<Range<usize>>,
+    /// As in [`MaxPool`].
+    taken: OnceLock<Vec<u32>>,
+}
+
+impl Operator<1> for AdaptiveMaxPool {
+    const NAME: &'static str = "adaptive_max_pool2d";
+
+    fn forward<T: Real>(&self, [x]: [Input<'_>; 1]) -> Result<(Vec<T>, Shape)> {
+        let (images, channels, height, width) = x.shape().dims4()?;
+        let Self { rows, columns, .. } = self;
+        let count = images * channels * rows.len() * columns.len();
+        let (mut y, mut taken) = (Vec::with_capacity(count), Vec::with_capacity(count));
+        for plane in x.values::<T>()?.chunks_exact(height * width) {
+            for (rows, columns) in rows.iter().flat_map(|row| columns.iter().map(move |c| (row, c)))
+            {
+                let mut best = rows.start * width + columns.start;
+                for row in rows.clone() {
+                    for at in row * width + columns.start..row * width + columns.end {
+                        if plane[at] > plane[best] || plane[at].is_nan() {
+                            best = at;
+                        }
+                    }
+                }
+                y.push(plane[best]);
+                taken.push(best as u32);
+            }
+        }
+        let _ = self.taken.set(taken);
+        Ok((y, (images, channels, rows.len(), columns.len()).into()))
+    }
+
+    fn backward<T: Real>(
+        &self,
+        [x]: [Input<'_>; 1],
+        _y: Input<'_>,
+        dy: Input<'_>,
+    ) -> Result<[Option<Vec<T>>; 1]> {
+        Ok([Some(to_taken(x.shape(), &self.taken, dy)?)])
     }
 }
 

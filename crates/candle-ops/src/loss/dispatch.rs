@@ -3,6 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::CrossEntropy;
+use super::ctc::{Sample, skips};
 use crate::graph::device::{self, scalar, widened};
 
 /// The caller has checked the labels.
@@ -38,4 +39,68 @@ pub(crate) fn cross_entropy(logits: &Tensor, labels: &Tensor, of: &CrossEntropy)
     let none = weight.eq(&weight.zeros_like()?)?;
     let nan = none.where_cond(&(weight.zeros_like()? * f64::NAN)?, &weight.zeros_like()?)?;
     (total / (weight + none.to_dtype(wide.dtype())?)?)? + nan
+}
+
+/// One loss for each sample, in the compute type. It is the recursion of the loops, of all samples
+/// at once, one frame after the other.
+pub(crate) fn ctc_loss(
+    log_probs: &Tensor,
+    samples: &[Sample],
+    zero_infinity: bool,
+) -> Result<Tensor> {
+    /// The logarithm of no probability. It is finite, so that gradients are.
+    const NONE: f64 = -1e30;
+    let ([x], device) = (widened([log_probs])?, log_probs.device());
+    let none = x.ones_like()?.affine(NONE, 0.0)?;
+    let (x, count) = (x.detach().lt(NONE)?.where_cond(&none, &x)?, samples.len());
+    let states = samples.iter().map(|sample| sample.states.len()).max().unwrap_or(1);
+    let frames = samples.iter().map(|sample| sample.frames).max().unwrap_or(0);
+    let of_states = |of: &dyn Fn(&[usize], usize) -> f64, dtype| {
+        let row = |sample: &Sample| (0..states).map(|s| of(&sample.states, s)).collect::<Vec<_>>();
+        let rows = samples.iter().flat_map(row).collect();
+        Tensor::from_vec(rows, (count, states), device)?.to_dtype(dtype)
+    };
+    // States behind the last one are never left.
+    let class = |states: &[usize], s: usize| states.get(s).copied().unwrap_or(0) as f64;
+    let classes = of_states(&class, DType::U32)?;
+    let skip = |states: &[usize], s: usize| {
+        if s < states.len() && skips(states, s) { 0.0 } else { NONE }
+    };
+    let skip = of_states(&skip, x.dtype())?;
+    let front = Tensor::full(NONE, (count, 2), device)?.to_dtype(x.dtype())?;
+    let start = Tensor::zeros((count, 1), x.dtype(), device)?;
+    let rest = Tensor::full(NONE, (count, states), device)?.to_dtype(x.dtype())?;
+    let mut sums = Tensor::cat(&[&front.narrow(1, 1, 1)?, &start, &rest], 1)?;
+    for frame in 0..frames {
+        let from = |s: usize| sums.narrow(1, s, states);
+        let next = log_sum(&[from(2)?, from(1)?, (from(0)? + &skip)?])?;
+        let next = (next + x.get(frame)?.contiguous()?.gather(&classes, 1)?)?;
+        let next = Tensor::cat(&[&front, &next], 1)?;
+        let is_on = samples.iter().map(|sample| u8::from(frame < sample.frames)).collect();
+        let is_on = Tensor::from_vec(is_on, (count, 1), device)?.broadcast_as(sums.shape())?;
+        sums = is_on.where_cond(&next, &sums)?;
+    }
+    let ends = samples.iter().flat_map(|sample| [1, 0].map(|i| (sample.states.len() + i) as u32));
+    let ends = Tensor::from_vec(ends.collect(), (count, 2), device)?;
+    let ends = sums.gather(&ends, 1)?;
+    let losses = log_sum(&[ends.narrow(1, 0, 1)?, ends.narrow(1, 1, 1)?])?.squeeze(1)?.neg()?;
+    let is_infinite = losses.ge(-NONE / 2.0)?;
+    if zero_infinity {
+        return is_infinite.where_cond(&losses.zeros_like()?, &losses);
+    }
+    let ones = losses.ones_like()?;
+    &losses * is_infinite.where_cond(&(&ones * f64::INFINITY)?, &ones)?
+}
+
+/// The logarithm of a sum of exponentials, element by element.
+fn log_sum(terms: &[Tensor]) -> Result<Tensor> {
+    let mut largest = terms[0].detach();
+    for term in &terms[1..] {
+        largest = largest.maximum(&term.detach())?;
+    }
+    let mut sum = largest.zeros_like()?;
+    for term in terms {
+        sum = (sum + (term - &largest)?.exp()?)?;
+    }
+    sum.log()? + largest
 }

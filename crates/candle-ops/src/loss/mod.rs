@@ -1,5 +1,6 @@
-//! Cross entropy, the loss of classification.
+//! Cross entropy, the loss of classification; and that of sequences.
 
+pub(crate) mod ctc;
 mod dispatch;
 
 use candle_core::{DType, Result, Shape, Tensor, bail};

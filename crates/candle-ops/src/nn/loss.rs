@@ -3,10 +3,10 @@
 use candle_core::shape::Dim;
 use candle_core::{Result, Tensor, bail};
 
-pub use crate::CrossEntropyOptions;
 use crate::graph::device;
 use crate::relu;
 use crate::state::index_range::IndexRange;
+pub use crate::{CrossEntropyOptions, CtcLossOptions, Reduction, ctc_loss};
 
 /// [`cross_entropy`](crate::cross_entropy), with labels of any integer type.
 ///

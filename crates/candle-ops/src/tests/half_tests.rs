@@ -75,6 +75,7 @@ fn empty_batches_are_empty() {
         ("log_softmax", log_softmax(&x(&[0, 3])), 2),
         ("avg_pool2d", avg_pool2d(&image, 2, one), 4),
         ("adaptive_avg_pool2d", adaptive_avg_pool2d(&image, 3, 2), 4),
+        ("adaptive_max_pool2d", adaptive_max_pool2d(&image, 3, 2), 4),
         ("conv3d", conv3d(&x(&[0, 2, 3, 4, 4]), &x(&[2, 2, 2, 3, 3]), None, one), 5),
         ("dropout", Context::new(0).enter(|| dropout(&x(&[0, 3]), 0.5)), 2),
     ] {

@@ -3,7 +3,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
-use crate::tests::{assert_differentiates, assert_rounds_once, assert_same, flat, values};
+use crate::tests::{assert_differentiates, assert_rounds_once, assert_same, flat, run, values};
 use crate::*;
 
 #[test]
@@ -144,6 +144,57 @@ fn average_pools_are_candles_and_round_once() {
     assert!(avg_pool2d(&inputs[0], 2, Window { stride: 1, padding: 2 }).is_err());
     assert!(avg_pool2d(&inputs[0], 6, two).is_err());
     assert!(adaptive_avg_pool2d(&inputs[0], 0, 1).is_err());
+}
+
+/// Windows of several sizes, which overlap.
+#[test]
+fn adaptive_max_pools_take_the_largest_pixels() {
+    let inputs = [values("x", &[2, 2, 6, 4])];
+    let two = Window { stride: 2, padding: 0 };
+    let half = |t: &[Tensor]| adaptive_max_pool2d(&t[0], 3, 2);
+    assert_same("halves", &inputs, half, |t| max_pool2d(&t[0], 2, two));
+    let inputs = [values("x", &[2, 2, 5, 4])];
+    let loops = |x: &Tensor, to: [usize; 2]| -> Result<Tensor> {
+        let part = |x: &Tensor, dim: usize, i: usize, to: usize| {
+            let from = x.dim(dim)?;
+            let (start, end) = (i * from / to, ((i + 1) * from).div_ceil(to));
+            x.narrow(dim, start, end - start)
+        };
+        let mut y = Vec::new();
+        for (i, j) in (0..to[0]).flat_map(|i| (0..to[1]).map(move |j| (i, j))) {
+            y.push(part(&part(x, 2, i, to[0])?, 3, j, to[1])?.flatten_from(2)?.max(2)?);
+        }
+        Tensor::stack(&y, 2)?.reshape((2, 2, to[0], to[1]))
+    };
+    for to in [[3, 3], [7, 1], [5, 4], [1, 1], [4, 9]] {
+        let (what, op) =
+            (format!("{to:?}"), |t: &[Tensor]| adaptive_max_pool2d(&t[0], to[0], to[1]));
+        assert_same(&what, &inputs, op, |t| loops(&t[0], to));
+        assert_differentiates(&what, &inputs, op);
+        assert_rounds_once(&what, &inputs, op);
+    }
+    assert!(adaptive_max_pool2d(&inputs[0], 0, 1).is_err());
+    let error = adaptive_max_pool2d(&values("x", &[1, 1, 0, 2]), 1, 1).unwrap_err().to_string();
+    assert!(error.contains("adaptive_max_pool2d: from 0 x 2 to 1 x 1"), "{error}");
+}
+
+#[test]
+fn adaptive_max_pools_keep_nan_and_negative_infinity() {
+    let pool = |pixels: [f32; 4]| {
+        let x = Tensor::new(&pixels, &Device::Cpu).unwrap().reshape((1, 1, 1, 4)).unwrap();
+        let all = run(&[x], |t| adaptive_max_pool2d(&t[0], 1, 1)).unwrap();
+        let dy = flat(&values("dy", &[1, 1, 1, 1]))[0];
+        (flat(&all[0])[0], flat(&all[1]).iter().map(|g| *g == dy).collect::<Vec<_>>())
+    };
+    let (least, nan) = (f32::NEG_INFINITY, f32::NAN);
+    let check = || {
+        assert_eq!(pool([least; 4]), (least, vec![true, false, false, false]));
+        assert_eq!(pool([1.0, 3.0, 3.0, 2.0]), (3.0, vec![false, true, false, false]));
+        assert!(pool([1.0, nan, 3.0, 2.0]).0.is_nan());
+    };
+    check();
+    composed(check);
+    assert_eq!(pool([nan, 1.0, nan, 2.0]).1, [false, false, true, false]);
 }
 
 /// The middle frame by a kernel of one frame is `conv2d`; all else by differences, and by PyTorch's

@@ -6,7 +6,7 @@
 use amp::Autocast;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::nn::loss;
-use candle_ops::{Context, record};
+use candle_ops::{Context, CtcLossOptions, Reduction, ctc_loss, log_softmax, record};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -58,9 +58,28 @@ impl Case {
             "cosine_similarity" => loss::cosine_similarity(&t[0], &t[1], 1, number)?.sum_all(),
             "cosine_embedding" => loss::cosine_embedding(&t[0], &t[1], &t[2], number),
             "triplet_margin" => loss::triplet_margin(&t[0], &t[1], &t[2], number),
+            "ctc_mean" | "ctc_sum" | "ctc_none" => ctc(&t, &self.loss, number as usize),
             other => panic!("no loss called {other}"),
         }
     }
+}
+
+/// With infinite losses as 0. The constants are labels, and numbers of frames and of labels.
+fn ctc(t: &[Tensor], name: &str, blank: usize) -> Result<Tensor> {
+    let reduction = match name {
+        "ctc_mean" => Reduction::Mean,
+        "ctc_sum" => Reduction::Sum,
+        _ => Reduction::None,
+    };
+    let lengths = |t: &Tensor| -> Result<Vec<usize>> {
+        let lengths = t.to_dtype(DType::F64)?.to_vec1::<f64>()?;
+        Ok(lengths.into_iter().map(|length| length as usize).collect())
+    };
+    let options = CtcLossOptions { blank, reduction, zero_infinity: true };
+    let (frames, labels) = (lengths(&t[2])?, lengths(&t[3])?);
+    let targets = t[1].to_dtype(DType::I64)?;
+    let loss = ctc_loss(&log_softmax(&t[0])?, &targets, &frames, &labels, options)?;
+    loss.sum_all()
 }
 
 /// The distance relative to the largest value.
@@ -72,7 +91,7 @@ fn off(got: &Tensor, wanted: &Numbers) -> f64 {
 
 fn cases() -> Vec<Case> {
     let recorded: Recorded = serde_json::from_str(include_str!("../vectors/losses.json")).unwrap();
-    assert_eq!(recorded.cases.len(), 12);
+    assert_eq!(recorded.cases.len(), 16);
     recorded.cases
 }
 

@@ -6,9 +6,9 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ops::{
     ConvOptions, CrossEntropyOptions, PadMode, SdpaOptions, Window, adaptive_avg_pool2d,
-    avg_pool2d, conv3d, cross_entropy_with, embedding, embedding_with_padding, gather,
-    instance_norm, log_softmax, pad, pixel_shuffle, pixel_unshuffle, record, rms_norm, rope,
-    rope_i, scaled_dot_product_attention, silu, swiglu, upsample_nearest2d,
+    adaptive_max_pool2d, avg_pool2d, conv3d, cross_entropy_with, embedding, embedding_with_padding,
+    gather, instance_norm, log_softmax, pad, pixel_shuffle, pixel_unshuffle, record, rms_norm,
+    rope, rope_i, scaled_dot_product_attention, silu, swiglu, upsample_nearest2d,
 };
 use serde::Deserialize;
 
@@ -93,6 +93,7 @@ impl Case {
                 avg_pool2d(&t[0], sizes[0], window)
             }
             "adaptive_avg_pool2d" => adaptive_avg_pool2d(&t[0], sizes[0], sizes[1]),
+            "adaptive_max_pool2d" => adaptive_max_pool2d(&t[0], sizes[0], sizes[1]),
             "pad" => {
                 let mode = match mode.as_str() {
                     "constant" => PadMode::Constant(0.0),
@@ -128,7 +129,7 @@ fn off(got: &Tensor, wanted: &Numbers) -> f64 {
 fn operators_are_pytorchs() {
     let recorded: Recorded =
         serde_json::from_str(include_str!("../vectors/operators.json")).unwrap();
-    assert_eq!(recorded.cases.len(), 40);
+    assert_eq!(recorded.cases.len(), 43);
     for (i, case) in recorded.cases.iter().enumerate() {
         let what = format!("case {i}, {}, {:?}", case.operator, case.options);
         let vars: Vec<Var> =

@@ -119,5 +119,7 @@ for sizes in [[1, 0, 1, 1], [2, 1, 1, 2], [1, 2, 2, 1]]:
     stride, padding, dilation, groups = sizes
     inputs = [randn(2, 2, 3, 4, 3), randn(2, 2 // groups, 2, 3, 2), randn(2)]
     case("conv3d", lambda x, w, b: F.conv3d(x, w, b, stride, padding, dilation, groups), inputs, sizes=sizes)
+for sizes in [[3, 2], [1, 1], [6, 5]]:
+    case("adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x, sizes), [randn(1, 2, 4, 5)], sizes=sizes)
 
 print(json.dumps({"torch": torch.__version__, "cases": CASES}))

@@ -52,4 +52,21 @@ case("cosine_embedding", lambda a, b, t: F.cosine_embedding_loss(a, b, t, 0.1),
 anchor = randn(4, 3)
 near = torch.cat([anchor[:1], randn(3, 3)])
 case("triplet_margin", lambda a, p, n: F.triplet_margin_loss(a, p, n, 0.5), [anchor, near, randn(4, 3)], number=0.5)
+
+
+def ctc(x, targets, frames, lengths, blank=0, **options):
+    """Of logits."""
+    targets, frames, lengths = (t.to(torch.int64) for t in (targets, frames, lengths))
+    return F.ctc_loss(x.log_softmax(2), targets, frames, lengths, blank, **options)
+
+
+# Equal labels, as many frames as needed, no labels, too few frames. Labels beyond the lengths are not read.
+labels = torch.tensor([[1.0, 1, 2], [2, 3, 1], [0, 0, 0], [2, 2, 0]])
+sizes = [torch.tensor([6.0, 3, 4, 2]), torch.tensor([3.0, 3, 0, 2])]
+for reduction in ["mean", "sum", "none"]:
+    options = {"reduction": reduction, "zero_infinity": True}
+    case(f"ctc_{reduction}", lambda *t: ctc(*t, **options), [randn(6, 4, 4) * 2], [labels, *sizes], number=0)
+sizes = [torch.tensor([5.0, 4]), torch.tensor([2.0, 1])]
+labels = torch.tensor([[0.0, 2], [1, 1]])
+case("ctc_mean", lambda *t: ctc(*t, blank=3), [randn(5, 2, 4) * 2], [labels, *sizes], number=3)
 print(json.dumps({"torch": torch.__version__, "cases": CASES}))

@@ -1,8 +1,10 @@
 //! Dropout, with the random numbers of the entered [`Context`](crate::Context).
 
 use candle_core::backend::BackendStorage;
+use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, Layout, Result, Shape, Storage, Tensor, bail, op};
 
+use super::of_halves;
 use crate::context::{self, Mode};
 use crate::cpu::real::Real;
 use crate::graph::custom_op::{Differentiable, apply1};
@@ -91,7 +93,11 @@ impl Differentiable<1> for Masked {
     fn forward(&self, [(x, layout)]: [(&CpuStorage, &Layout); 1]) -> Result<(CpuStorage, Shape)> {
         let (mask, mask_layout) = self.0.storage_and_layout();
         let Storage::Cpu(mask) = &*mask else { bail!("dropout: the mask is on a GPU") };
-        Ok((x.binary_impl::<op::Mul>(mask, layout, mask_layout)?, layout.shape().clone()))
+        let y = match of_halves([(x, layout), (mask, mask_layout)], |x, factor| x * factor)? {
+            Some(y) => y,
+            None => x.binary_impl::<op::Mul>(mask, layout, mask_layout)?,
+        };
+        Ok((y, layout.shape().clone()))
     }
 
     fn cuda_forward(
@@ -104,7 +110,10 @@ impl Differentiable<1> for Masked {
     }
 
     fn backward(&self, _: [&Tensor; 1], _y: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; 1]> {
-        Ok([Some((dy * &self.0)?)])
+        let (storage, layout) = dy.storage_and_layout();
+        let Storage::Cpu(values) = &*storage else { return Ok([Some((dy * &self.0)?)]) };
+        let (dx, shape) = self.forward([(values, layout)])?;
+        Ok([Some(Tensor::from_storage(Storage::Cpu(dx), shape, BackpropOp::none(), false))])
     }
 }
 

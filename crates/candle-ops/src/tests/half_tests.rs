@@ -17,6 +17,37 @@ fn scatters_round_once() {
     assert!(scatter_add(&inputs[0], &places, &half, 0).is_err());
 }
 
+/// Each half-precision number, with several others.
+#[test]
+fn sums_and_products_of_halves_are_candles() {
+    use half::{bf16, f16};
+    for shift in [0_u16, 1, 77, 0x3c00, 0x8000, 0xbfff] {
+        let bits = || 0..=u16::MAX;
+        let f16s = |by: u16| bits().map(move |v| f16::from_bits(v.wrapping_mul(3) ^ by));
+        let bf16s = |by: u16| bits().map(move |v| bf16::from_bits(v.wrapping_mul(3) ^ by));
+        let all = [0, shift].map(|by| Tensor::from_iter(f16s(by), &Device::Cpu).unwrap());
+        let wide = [0, shift].map(|by| Tensor::from_iter(bf16s(by), &Device::Cpu).unwrap());
+        for [a, b] in [all, wide] {
+            let sums = [add(&a, &b).unwrap(), (&a + &b).unwrap()].map(|t| flat(&t));
+            for (got, wanted) in sums[0].iter().zip(&sums[1]) {
+                let is_same = got.to_bits() == wanted.to_bits();
+                assert!(is_same || got.is_nan() && wanted.is_nan(), "{got}, not {wanted}");
+            }
+        }
+    }
+    // Values and gradients by the same mask, with a factor that is rounded.
+    for dtype in [DType::F16, DType::BF16] {
+        let x = Var::from_tensor(&values("x", &[300]).to_dtype(dtype).unwrap()).unwrap();
+        let dropped = Context::new(1).enter(|| dropout(&x, 0.3)).unwrap();
+        let ones = x.ones_like().unwrap();
+        let factors = Context::new(1).enter(|| dropout(&ones, 0.3)).unwrap();
+        assert_eq!(flat(&dropped), flat(&(x.as_tensor() * &factors).unwrap()));
+        let dy = values("dy", &[300]).to_dtype(dtype).unwrap();
+        let gradients = (dropped * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(flat(gradients.get(&x).unwrap()), flat(&(dy * factors).unwrap()));
+    }
+}
+
 /// The gradient of a half-precision tensor is rounded from `f64`.
 #[test]
 fn f64_beside_half_types_differentiates() {

@@ -1,5 +1,5 @@
 //! Windows of files of tokens, for language models: [`TokenWindows`]; and the file of tokens of a
-//! text, made once: [`TokenizedText`].
+//! text, made once: `TokenizedText` (feature `tokenizers`).
 //!
 //! A file of tokens is a sequence of `u16` or `u32` in little-endian order without a header, as
 //! nanoGPT's `train.bin`.

@@ -140,9 +140,9 @@ pub(crate) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {
     Ok([to_dtype(&a, wide)?, to_dtype(&b, wide)?])
 }
 
-/// candle's `to_dtype` as an operator of this crate. On a tape a weight is cast once, even if it is
-/// used several times.
-fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+/// candle's `to_dtype` as an operator of this crate, which is several times as fast for halves on
+/// the CPU. On a tape a weight is cast once, even if it is used several times.
+pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if x.dtype() == dtype {
         return Ok(x.clone());
     }

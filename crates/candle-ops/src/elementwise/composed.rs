@@ -4,7 +4,7 @@
 use candle_core::shape::{Dim, Dims};
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
-use crate::autocast::{promote, sum_dtype};
+use crate::autocast::{promote, sum_dtype, to_dtype};
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::graph::device;
@@ -19,8 +19,8 @@ use crate::graph::operator::{Input, Operator, apply2};
 pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [a, b] = promote(cast("mul", [a, b])?)?;
     if device::dispatches(&a) || a.shape() != b.shape() {
-        let wide = |x: &Tensor| x.to_dtype(sum_dtype(x.dtype()));
-        return wide(&a)?.broadcast_mul(&wide(&b)?)?.to_dtype(a.dtype());
+        let wide = |x: &Tensor| to_dtype(x, sum_dtype(x.dtype()));
+        return to_dtype(&wide(&a)?.broadcast_mul(&wide(&b)?)?, a.dtype());
     }
     apply2(Mul, [a, b])
 }

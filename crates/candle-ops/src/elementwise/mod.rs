@@ -11,7 +11,7 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail, op,
 };
 
-use crate::autocast::{promote, sum_dtype};
+use crate::autocast::{promote, sum_dtype, to_dtype};
 use crate::cast;
 use crate::cpu::real::Real;
 use crate::graph::custom_op::{self, Differentiable, channels_last};
@@ -57,7 +57,7 @@ pub(crate) fn broadcast_add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         if *x.shape() == shape {
             return Ok(x.clone());
         }
-        x.to_dtype(sum_dtype(x.dtype()))?.broadcast_as(&shape)?.to_dtype(x.dtype())
+        to_dtype(&to_dtype(x, sum_dtype(x.dtype()))?.broadcast_as(&shape)?, x.dtype())
     };
     let (a, b) = (&whole(a)?, &whole(b)?);
     if let Some(sum) = device::add([a, b])? {

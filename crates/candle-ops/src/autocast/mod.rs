@@ -7,6 +7,8 @@
 //! has an `f32` gradient in any case. The backward pass runs each operator in the precision of its
 //! forward pass, with or without a policy.
 //!
+//! On a CPU half precision saves memory rather than time; the README has the cost of each operator.
+//!
 //! candle has no dispatcher: its own operators, and therefore candle-nn's layers, do not support
 //! autocast.
 

@@ -1,8 +1,9 @@
 //! Measures what half precision costs on the CPU: forward and backward of each operator in `f16`
 //! and `bf16`, divided by that in `f32`; and under autocast, with casts of `f32` inputs, for the
 //! operators that it runs in half precision. The shortest of several turns, in which all types
-//! follow each other, on one thread. Prints a table in Markdown. The variables keep freed memory, as
-//! in a long run; else the kernel's zeroing of new pages is most of the time of small operators.
+//! follow each other, on one thread. Prints a table in Markdown. The variables let the process keep
+//! freed memory, as in a long run; else the zeroing of new pages is most of the time of small
+//! operators.
 //!
 //! ```sh
 //! export RAYON_NUM_THREADS=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4294967296

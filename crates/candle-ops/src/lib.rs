@@ -59,10 +59,10 @@
 //! it: `conv2d`, `conv3d`, `conv_transpose2d`, `group_norm`, `linear`,
 //! `scaled_dot_product_attention`, `lstm_cell`, `gru_cell`, `cross_entropy_loss`, `layer_norm`,
 //! `ctc_loss`, `rms_norm`, `softmax`, `log_softmax`, `sum`, `upsample_nearest2d`,
-//! `upsample_bilinear2d`. In no list, but available for custom rules, are `instance_norm`, `mean`, `batch_norm`, `mul`,
-//! `gather`, `pad`, `avg_pool2d`, `embedding`, `gelu`, `silu` (also for `swiglu`), `tanh`,
-//! `sigmoid`, `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`, `rope`, `relu`,
-//! `add`, `max_pool2d`, `adaptive_avg_pool2d`, `adaptive_max_pool2d`.
+//! `upsample_bilinear2d`. In no list, but available for custom rules, are `instance_norm`, `mean`,
+//! `batch_norm`, `mul`, `gather`, `pad`, `avg_pool2d`, `embedding`, `gelu`, `silu` (also for
+//! `swiglu`), `tanh`, `sigmoid`, `gelu_tanh`, `leaky_relu`, `elu`, `mish`, `hard_swish`, `relu6`,
+//! `rope`, `relu`, `add`, `max_pool2d`, `adaptive_avg_pool2d`, `adaptive_max_pool2d`.
 
 mod activation;
 mod attention;

@@ -60,7 +60,8 @@ def ctc(x, targets, frames, lengths, blank=0, **options):
     return F.ctc_loss(x.log_softmax(2), targets, frames, lengths, blank, **options)
 
 
-# Equal labels, as many frames as needed, no labels, too few frames. Labels beyond the lengths are not read.
+# Equal labels, as many frames as needed, no labels, too few frames. Labels beyond the lengths are
+# not read.
 labels = torch.tensor([[1.0, 1, 2], [2, 3, 1], [0, 0, 0], [2, 2, 0]])
 sizes = [torch.tensor([6.0, 3, 4, 2]), torch.tensor([3.0, 3, 0, 2])]
 for reduction in ["mean", "sum", "none"]:

@@ -1,11 +1,14 @@
 //! `Error`, the error type of this crate.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use train_step::BoxError;
 
 /// An error of the runner or of a crate below it.
+///
+/// Display omits the backtraces that candle appends to its texts if `RUST_BACKTRACE` is set.
 ///
 /// `Debug` prints the message, too, for a `main` that returns this error.
 #[derive(thiserror::Error)]
@@ -18,7 +21,7 @@ pub enum Error {
         mistakes: Vec<Mistake>,
     },
     /// Data cannot be read or does not have the expected form.
-    #[error("{}{reason}", prefix(what.as_deref()))]
+    #[error("{}{}", prefix(what.as_deref()), without_backtrace(reason))]
     Data {
         /// The data set, file or part of one, if known.
         what: Option<String>,
@@ -27,7 +30,7 @@ pub enum Error {
         /// The cause, if another library found it.
         source: Option<BoxError>,
     },
-    /// The tensor engine failed. Display omits a backtrace that its library appended to the text.
+    /// The tensor engine failed.
     #[error("{}", without_backtrace(message))]
     Engine {
         /// The text, with that of the cause.
@@ -107,7 +110,7 @@ pub enum Error {
     #[error(transparent)]
     Launch(#[from] launch::Error),
     /// A data set failed, or a batch has no such field or another shape.
-    #[error(transparent)]
+    #[error("{}", plain(.0))]
     TrainData(#[from] train_data::Error),
     /// An optimizer rejected its parameters or its state.
     #[error(transparent)]
@@ -264,10 +267,18 @@ fn prefix(what: Option<&str>) -> String {
     what.map_or_else(String::new, |what| format!("{what}: "))
 }
 
-/// Returns the text before std's backtrace, which candle appends to its errors if `RUST_BACKTRACE`
-/// is set. A text that goes on after candle's needs it.
-pub(crate) fn without_backtrace(text: &str) -> &str {
-    text.split_once("\n   0: ").map_or(text, |(message, _)| message)
+/// Returns the text without std's backtrace, which candle appends to its errors if `RUST_BACKTRACE`
+/// is set; text that was appended to candle's stays.
+pub(crate) fn without_backtrace(text: &str) -> Cow<'_, str> {
+    let Some((message, frames)) = text.split_once("\n   0: ") else { return text.into() };
+    // A function inlined into another has no number.
+    let is_frame = |line: &&str| line.is_empty() || line.starts_with(' ');
+    let rest: Vec<_> = frames.lines().skip(1).skip_while(is_frame).collect();
+    format!("{message}{}", rest.join("\n")).into()
+}
+
+fn plain(error: &train_data::Error) -> String {
+    without_backtrace(&error.to_string()).into_owned()
 }
 
 /// Since when a run of [`Error::Diverged`] is known to have diverged.
@@ -399,6 +410,26 @@ mod tests {
         let cause = std::error::Error::source(&error).unwrap();
         assert!(cause.is::<std::io::Error>(), "{cause}");
         assert!(matches!(error, Error::Data { what: Some(what), .. } if what == "digits"));
+    }
+
+    #[test]
+    fn text_after_a_backtrace_stays() {
+        let backtrace = std::backtrace::Backtrace::force_capture();
+        let failed = format!("no such row\n{backtrace}");
+        let nested = format!("{failed}\n{backtrace}");
+        for (text, wanted) in [
+            ("no such row".to_owned(), "no such row"),
+            (failed.clone(), "no such row"),
+            (format!("{failed}: perhaps 12: 3"), "no such row: perhaps 12: 3"),
+            (format!("{nested}; add one\nand go on"), "no such row; add one\nand go on"),
+        ] {
+            assert_eq!(without_backtrace(&text), wanted, "{text}");
+        }
+        let (dataset, index) = ("rows".to_owned(), 3);
+        let error = train_data::Error::Sample { dataset, index, source: failed.clone().into() };
+        assert_eq!(Error::from(error).to_string(), "data set `rows`, sample 3: no such row");
+        let error = Error::data_failed(Some("val_evaluator".to_owned()), failed);
+        assert_eq!(error.to_string(), "val_evaluator: no such row");
     }
 
     #[test]

@@ -59,6 +59,7 @@ use train_step::Schedules;
 use crate::checkpoint::{Position, visit_whole_model};
 use crate::data::{Batch, DataLoader};
 use crate::engine::{Engine, EngineState, Losses, broadcast};
+use crate::error::without_backtrace;
 use crate::model::ModelWrapper;
 use crate::optim_wrapper::{OptimWrapper, update_params};
 use crate::sinks::{Logger, Scalars};
@@ -384,10 +385,10 @@ impl Runner {
             &mut self.engine_state,
         )?;
         if let Some(warning) = &update.warning {
-            self.output.logger().warning(warning);
+            self.output.logger().warning(&without_backtrace(warning));
         }
         if let Some(note) = &update.note {
-            self.output.logger().info(note);
+            self.output.logger().info(&without_backtrace(note));
         }
         // In MMEngine's order: the optimizer wrapper's scalars come first.
         for (name, value) in self.optim.log_scalars() {

@@ -1,20 +1,22 @@
 //! Checks a run before it starts, and implements `runner check`, which also tries samples of each
 //! data set on the model.
 //!
-//! A check runs on one rank on the host, under the configured autocast, and creates nothing on
-//! disk. From each data set it takes the samples with the smallest and the largest integers
-//! (labels, indices) among a few hundred, so that a label out of range of the model is likely among
-//! them.
+//! A check runs on one rank on the host, under the configured autocast and loss scale, and creates
+//! nothing on disk. From each data set it takes the samples with the smallest and the largest
+//! integers (labels, indices) among a few hundred, so that a label out of range of the model is
+//! likely among them.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use amp::{LossScaler, ScaleChange};
 use collective::{ProcessGroup, init::Launcher};
 use fused_optim::{DType, Slice};
 use parking_lot::Mutex;
 use tracing::dispatcher::get_default;
 use tracing::subscriber::NoSubscriber;
+use train_step::has_non_finite;
 
 use super::builder::{build_model, check_autocast, topology};
 use super::loading;
@@ -24,7 +26,7 @@ use super::{DataLoaderConfig, Hook, Length, Priority, RunnerBuilder, TrainConfig
 use crate::checkpoint::check_outside;
 use crate::config::Mistakes;
 use crate::data::{ArrayData, Batch, DataLoader};
-use crate::engine::{Engine, EngineState, GradSink, SharedSink, StepContext, WrongGradient};
+use crate::engine::{Engine, EngineState, GradSink, StepContext, WrongGradient};
 use crate::evaluate::Evaluator;
 use crate::model::{LoraOptions, ModelContext};
 use crate::optim_wrapper::{OptimWrapper, OptimWrapperFactory};
@@ -43,6 +45,9 @@ pub(crate) const PARTS: [&str; 7] = [
     "val_dataloader",
     "test_dataloader",
 ];
+
+/// Beginning of messages about samples on the model.
+const TRYING: &str = "trying samples on the model: ";
 
 /// Number of samples of a data set that are searched.
 const SEARCHED: usize = 256;
@@ -145,14 +150,13 @@ impl RunnerBuilder {
             mistakes.add(Error::Config { mistakes: vec![Mistake { place, reason }] });
         };
         let (mut engine, optim) = self.try_model(&add, warnings);
-        let autocast = optim.as_ref().and_then(OptimWrapper::autocast);
         let [val, test] = std::mem::take(&mut self.evaluations);
         let parts = [
             ("train_dataloader", self.train_loader.take().map(|loader| (loader, None))),
             ("val_dataloader", val.map(|(loader, evaluator)| (loader, Some(evaluator)))),
             ("test_dataloader", test.map(|(loader, evaluator)| (loader, Some(evaluator)))),
         ];
-        let mut trial = engine.as_mut().map(|engine| Trial::new(&mut **engine, autocast));
+        let mut trial = engine.as_mut().map(|engine| Trial::new(&mut **engine, optim.as_ref()));
         // Without the data no begin is beyond the end of an epoch.
         let mut epoch_length = usize::MAX;
         for (key, part) in parts {
@@ -170,12 +174,15 @@ impl RunnerBuilder {
             }
             let Some(trial) = &mut trial else { continue };
             match trial.run(&batch, evaluator) {
-                Err(error) => add(key, "trying samples on the model: ", error),
-                Ok(()) => match last.and_then(|last| trial.one_sample(&loader, last)) {
-                    Some((true, error)) => add(key, "", error),
-                    Some((false, error)) => warnings.push(format!("{key}: {error}")),
-                    None => {}
-                },
+                Err(error) => add(key, TRYING, error),
+                Ok(found) => {
+                    warnings.extend(found.map(|text| format!("{key}: {TRYING}{text}")));
+                    match last.and_then(|last| trial.one_sample(&loader, last)) {
+                        Some((true, error)) => add(key, "", error),
+                        Some((false, error)) => warnings.push(format!("{key}: {error}")),
+                        None => {}
+                    }
+                }
             }
         }
         let Some(train) = self.train else { return Ok(()) };
@@ -232,31 +239,52 @@ impl RunnerBuilder {
 struct Trial<'a> {
     engine: &'a mut dyn Engine,
     autocast: Option<DType>,
+    scaler: LossScaler,
     /// Fields of the last batch that the loss was computed of.
     fields: Option<Vec<String>>,
 }
 
 impl<'a> Trial<'a> {
-    fn new(engine: &'a mut dyn Engine, autocast: Option<DType>) -> Self {
-        Self { engine, autocast, fields: None }
+    fn new(engine: &'a mut dyn Engine, optim: Option<&OptimWrapper>) -> Self {
+        let autocast = optim.and_then(OptimWrapper::autocast);
+        let scaler = optim.map_or_else(LossScaler::disabled, |optim| optim.scaler().clone());
+        Self { engine, autocast, scaler, fields: None }
     }
 
     /// Trains on a batch without a step, or evaluates it. The loss of evaluation data is checked as
-    /// well if they have the fields of the training data.
-    fn run(&mut self, batch: &Batch, evaluator: Option<Evaluator>) -> Result<()> {
+    /// well if they have the fields of the training data. Returns a warning for a loss or gradient
+    /// that is not finite at any scale that a run would try, or else the engine's.
+    fn run(&mut self, batch: &Batch, evaluator: Option<Evaluator>) -> Result<Option<String>> {
         let fields: Vec<_> = batch.iter().map(|(name, _)| name.to_owned()).collect();
         if let Some(mut evaluator) = evaluator {
             evaluator.update(batch, &self.engine.eval(batch)?)?;
             if self.fields.as_ref() != Some(&fields) {
-                return Ok(());
+                return Ok(None);
             }
         }
         self.fields = Some(fields);
-        let sink: SharedSink = Arc::new(Mutex::new(NoSink));
-        let mut state = EngineState::default();
-        let mut cx = StepContext::new(sink, &mut state);
-        cx.autocast = self.autocast;
-        self.engine.train_step(batch, &mut cx).map(drop)
+        let mut scaler = self.scaler.clone();
+        loop {
+            let scale = scaler.scale();
+            let sink = Arc::new(Mutex::new(FiniteSink::default()));
+            let mut state = EngineState::default();
+            let mut cx = StepContext::new(sink.clone(), &mut state);
+            (cx.autocast, cx.loss_scale) = (self.autocast, scale);
+            let losses = self.engine.train_step(batch, &mut cx)?;
+            let warning = cx.warning.take();
+            if let Some(loss) = losses.non_finite()? {
+                return Ok(Some(format!("the loss is {loss}: look for values out of range")));
+            }
+            let Some(param) = sink.lock().non_finite else { return Ok(warning) };
+            // As in a run, an overflow lowers a dynamic scale.
+            if scale <= 1.0 || !matches!(scaler.update(true), Ok(ScaleChange::BackedOff)) {
+                let name = &self.engine.params()[param].name;
+                return Ok(Some(format!(
+                    "the gradient of `{name}` is not finite at the loss scale {scale}: lower a fixed `loss_scale`, or \
+                     look for values out of range"
+                )));
+            }
+        }
     }
 
     /// Tries one sample, if the last batch of an epoch may have only one, as normalization layers
@@ -357,11 +385,18 @@ fn make(mut config: DataLoaderConfig, group: &ProcessGroup) -> Result<(DataLoade
     Ok((loader, batch))
 }
 
-/// Discards gradients.
-struct NoSink;
+/// Discards gradients, and notes the first that is not finite.
+#[derive(Default)]
+struct FiniteSink {
+    /// Index of its parameter.
+    non_finite: Option<usize>,
+}
 
-impl GradSink for NoSink {
-    fn ready(&mut self, _: usize, _: Slice<'_>) -> train_step::Result<()> {
+impl GradSink for FiniteSink {
+    fn ready(&mut self, index: usize, gradient: Slice<'_>) -> train_step::Result<()> {
+        if self.non_finite.is_none() && has_non_finite(gradient) {
+            self.non_finite = Some(index);
+        }
         Ok(())
     }
 }
@@ -630,12 +665,31 @@ mod tests {
             }
         }
 
+        /// A model with the loss `1e6 * loss + shift`.
+        struct Steep(Mixed, f64);
+
+        impl CandleModel for Steep {
+            fn loss(&self, batch: &TensorBatch) -> Result<Loss> {
+                let loss = ops::cross_entropy(&self.0.logits(batch)?, batch.get("labels")?)?;
+                Ok(Loss::new(loss.affine(1e6, self.1)?))
+            }
+
+            fn predict(&self, batch: &TensorBatch) -> Result<Outputs> {
+                self.0.predict(batch)
+            }
+        }
+
         fn register() {
             static ONCE: Once = Once::new();
             crate::zoo::register();
             ONCE.call_once(|| {
                 let mixed = |_: &mut _| Ok(CandleEngine::factory(Mixed::new));
                 MODELS.register("Mixed", mixed).unwrap();
+                for (name, shift) in [("Steep", 0.0), ("Infinite", f64::INFINITY)] {
+                    let steep = move |vb| Mixed::new(vb).map(|mixed| Steep(mixed, shift));
+                    let steep = move |_: &mut _| Ok(CandleEngine::factory(steep));
+                    MODELS.register(name, steep).unwrap();
+                }
                 let normed = |_: &mut _| Ok(CandleEngine::factory(Normed::new));
                 MODELS.register("Normed", normed).unwrap();
             });
@@ -672,6 +726,28 @@ mod tests {
             }
             let amp = format!("optim_wrapper.type = 'AmpOptimWrapper'\n{DIGITS}");
             check("Normed", &amp).1.unwrap();
+        }
+
+        #[test]
+        fn loss_or_gradient_that_stays_infinite_is_a_warning() {
+            let scaled = |model: &str, scale: &str| {
+                let amp = format!(
+                    "optim_wrapper.type = 'AmpOptimWrapper'\noptim_wrapper.dtype = 'float32'\n\
+                     optim_wrapper.loss_scale = {scale}\n"
+                );
+                let (warnings, checked) = check(model, &format!("{amp}{DIGITS}"));
+                checked.unwrap();
+                warnings
+            };
+            let fixed = scaled("Steep", "3e38");
+            let says = "train_dataloader: trying samples on the model: the gradient of `";
+            assert!(fixed[0].starts_with(says) && fixed.len() == 1, "{fixed:?}");
+            assert!(fixed[0].contains("` is not finite at the loss scale 3"), "{fixed:?}");
+            for scale in ["{ init_scale = 3e38 }", "512.0"] {
+                assert_eq!(scaled("Steep", scale), [""; 0], "{scale}");
+            }
+            let infinite = scaled("Infinite", "'dynamic'");
+            assert!(infinite[0].contains("the loss is inf: look for"), "{infinite:?}");
         }
 
         #[test]

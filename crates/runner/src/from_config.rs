@@ -395,7 +395,7 @@ fn read_hooks(
         for more in section.tables_with("type")? {
             all.extend(root.attempt_whole(|_| hooks::build(more, None, metrics))?);
         }
-        section.finish_with_nulls()?;
+        section.finish()?;
     }
     for section in root.sections("custom_hooks")? {
         all.extend(root.attempt_whole(|_| hooks::build(section, None, metrics))?);

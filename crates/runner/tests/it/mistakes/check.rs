@@ -176,6 +176,19 @@ fn null_means_absent_for_every_key() {
         config[key] = serde_json::Value::Null;
     }
     assert_eq!(check(&config.to_string()), (true, String::new()));
+    // A misspelt key is one, also if it is `null`.
+    for (path, key, like) in [
+        ("", "test_dataloder", "test_dataloader"),
+        ("", "val_evaluater", "val_evaluator"),
+        ("/optim_wrapper", "clip_grads", "clip_grad"),
+        ("/train_dataloader/dataset", "pipelin", "pipeline"),
+    ] {
+        let mut config = good.clone();
+        config.pointer_mut(path).unwrap()[key] = serde_json::Value::Null;
+        let said = check(&config.to_string()).1;
+        let told = format!("unknown key `{key}`; did you mean `{like}`?");
+        assert!(said.contains(&told) && said.lines().count() == 1, "{said}");
+    }
     // A hook of a base that is disabled, and a misspelt one.
     config["default_hooks"]["ema"] = serde_json::Value::Null;
     assert_eq!(check(&config.to_string()), (true, String::new()));

@@ -531,6 +531,23 @@ fn read_launcher(root: &mut Section) -> Result<Option<Launcher>> {
     root.choice("launcher", "none", &names).map(Some)
 }
 
+fn read_log_processor(mut section: Section, builder: &mut RunnerBuilder) -> Result<()> {
+    section.choice("type", "LogProcessor", &[("LogProcessor", ())])?;
+    let log = &mut builder.log_config;
+    log.window_size = NonZero::new(section.count("window_size", 10)?);
+    log.by_epoch = section.optional("by_epoch")?;
+    section.refuse("custom_cfg", "losses, times and norms are always averaged over the window")?;
+    section.finish()
+}
+
+/// Returns the backends of `[visualizer]`.
+fn read_visualizer(mut section: Section) -> Result<Vec<Section>> {
+    section.choice("type", "Visualizer", &[("Visualizer", ())])?;
+    let backends = section.sections("vis_backends")?;
+    section.optional::<String>("name")?;
+    section.finish().map(|()| backends)
+}
+
 /// Reads the name of the run and its outputs other than checkpoints.
 fn read_log_config(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()> {
     let log = &mut builder.log_config;
@@ -542,21 +559,12 @@ fn read_log_config(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
         ("ERROR", Level::Error),
     ];
     log.log_level = root.choice("log_level", "INFO", &levels)?;
-    if let Some(mut section) = root.optional_section("log_processor")? {
-        section.choice("type", "LogProcessor", &[("LogProcessor", ())])?;
-        let window = section.count("window_size", 10)?;
-        log.window_size = NonZero::new(window);
-        log.by_epoch = section.optional("by_epoch")?;
-        section
-            .refuse("custom_cfg", "losses, times and norms are always averaged over the window")?;
-        section.finish()?;
+    if let Some(section) = root.optional_section("log_processor")? {
+        root.attempt(|_| read_log_processor(section, builder))?;
     }
     let mut backends = root.sections("vis_backends")?;
-    if let Some(mut section) = root.optional_section("visualizer")? {
-        section.choice("type", "Visualizer", &[("Visualizer", ())])?;
-        backends.extend(section.sections("vis_backends")?);
-        section.optional::<String>("name")?;
-        section.finish()?;
+    if let Some(section) = root.optional_section("visualizer")? {
+        backends.extend(root.attempt(|_| read_visualizer(section))?.unwrap_or_default());
     }
     // The one that every run has is read for its mistakes.
     let mut types = vec!["LocalVisBackend".to_owned()];

@@ -13,7 +13,7 @@ use train_data::transforms::{
 
 use super::{DatasetFactory, Registry, StreamFactory};
 use crate::Result;
-use crate::config::Section;
+use crate::config::{Section, Span};
 
 /// Transforms that a configuration can name in `dataset.pipeline`.
 pub static TRANSFORMS: Registry<TransformFactory> = Registry::with(
@@ -149,8 +149,8 @@ fn resize(section: &mut Section) -> Result<TransformFactory> {
     let to = if section.has("scale") {
         let place = section.offset_of("scale");
         // MMCV's order is width, height.
-        let [width, height] = extents(section.one_or_more("scale")?)
-            .ok_or_else(|| place.error("`scale` must be one or two lengths of at least 1"))?;
+        let given: Vec<usize> = section.one_or_more("scale")?;
+        let [width, height] = extents(section, "scale", &place, &given)?;
         if keep_ratio {
             ResizeTo::Within([height, width])
         } else {
@@ -184,16 +184,17 @@ fn random_resized_crop(section: &mut Section) -> Result<TransformFactory> {
 
 fn normalize(section: &mut Section) -> Result<TransformFactory> {
     let place = section.offset_of("mean");
-    let mean: Vec<f32> = section.required("mean")?;
-    let std: Vec<f32> = section.required("std")?;
+    let mut mean: Vec<f32> = section.required("mean")?;
+    let mut std: Vec<f32> = section.required("std")?;
     if mean.is_empty()
         || mean.len() != std.len()
         || mean.iter().any(|mean| !mean.is_finite())
         || std.iter().any(|std| !(*std > 0.0 && std.is_finite()))
     {
-        return Err(place.error(
+        section.note(place.error(
             "`mean` and `std` must have equal lengths, and `std` must be positive; both must be finite",
-        ));
+        ))?;
+        (mean, std) = (vec![0.0], vec![1.0]);
     }
     let to_rgb = section.offset_of("to_rgb");
     if !section.or("to_rgb", true)? {
@@ -326,19 +327,21 @@ fn probability(section: &mut Section, key: &'static str, default: f64) -> Result
 fn size(section: &mut Section, keys: &[&'static str]) -> Result<[usize; 2]> {
     let key = *keys.iter().find(|key| section.has(key)).unwrap_or(&keys[0]);
     let place = section.offset_of(key);
-    let given = match section.has(key) {
+    let given: Vec<usize> = match section.has(key) {
         true => section.one_or_more(key)?,
         false => section.required(key)?,
     };
-    extents(given)
-        .ok_or_else(|| place.error(format!("`{key}` must be one or two lengths of at least 1")))
+    extents(section, key, &place, &given)
 }
 
-fn extents(given: Vec<usize>) -> Option<[usize; 2]> {
-    match given[..] {
-        [size] if size > 0 => Some([size, size]),
-        [a, b] if a > 0 && b > 0 => Some([a, b]),
-        _ => None,
+fn extents(section: &Section, key: &str, place: &Span, given: &[usize]) -> Result<[usize; 2]> {
+    match *given {
+        [size] if size > 0 => Ok([size, size]),
+        [a, b] if a > 0 && b > 0 => Ok([a, b]),
+        _ => {
+            let text = format!("`{key}` must be one or two lengths of at least 1");
+            section.note(place.error(text)).map(|()| [1, 1])
+        }
     }
 }
 

@@ -322,7 +322,8 @@ fn read_best(section: &mut Section) -> Result<Vec<SaveBest>> {
     let metrics: Vec<String> = section.one_or_more("save_best")?;
     let mut rules = Vec::new();
     for rule in section.one_or_more::<String>("rule")? {
-        rules.push(choose("rule", &rule, &Comparison::NAMES, &rules_at)?);
+        let rule = choose("rule", &rule, &Comparison::NAMES, &rules_at);
+        rules.push(rule.or_else(|e| section.note(e).map(|()| Comparison::Less))?);
     }
     let (greater_keys, less_keys): (Vec<String>, Vec<String>) =
         (section.one_or_more("greater_keys")?, section.one_or_more("less_keys")?);

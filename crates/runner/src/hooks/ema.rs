@@ -243,7 +243,7 @@ pub(super) fn read(section: &mut Section) -> Result<Box<dyn Hook>> {
     hook.begin_iter = section.or("begin_iter", 0)?;
     hook.begin_epoch = section.or("begin_epoch", 0)?;
     if hook.begin_iter > 0 && hook.begin_epoch > 0 {
-        return Err(both.error("`begin_epoch` and `begin_iter` cannot both be set"));
+        section.note(both.error("`begin_epoch` and `begin_iter` cannot both be set"))?;
     }
     section.refuse("strict_load", "every tensor of a checkpoint must match")?;
     section.refuse("evaluate_on_ema", "validations always use the average")?;

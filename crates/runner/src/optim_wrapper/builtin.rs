@@ -43,15 +43,14 @@ fn dict(section: &mut Section) -> Result<OptimWrapperFactory> {
             .iter()
             .any(|key| section.has(key));
     let precision = mixed.then(|| Precision::read(section)).transpose()?;
-    let mut parts = Vec::new();
-    for (name, mut table) in section.named_sections()? {
-        table.choice("type", "OptimWrapper", &[("OptimWrapper", ())])?;
-        let part = Part::read(&mut table)?;
-        table.finish()?;
-        parts.push((name, part));
-    }
-    if parts.is_empty() {
+    let tables = section.named_sections()?;
+    if tables.is_empty() {
         return Err(section.error("an OptimWrapperDict needs at least one part"));
+    }
+    let mut parts = Vec::new();
+    for (name, table) in tables {
+        let part = section.attempt(|_| Part::read_whole(table))?;
+        parts.extend(part.map(|part| (name, part)));
     }
     let optimizers = Optimizers::ByPart(parts);
     Ok(Config { name: "OptimWrapperDict", counts, precision, optimizers }.into())
@@ -134,6 +133,17 @@ impl Part {
         let optimizer = optimizer.ok_or_else(Mistakes::listed)?;
         let paramwise = paramwise.flatten().unwrap_or_default();
         Ok(Self { optimizer, paramwise, clip: clip.flatten() })
+    }
+
+    /// Reads the table of a part.
+    fn read_whole(mut section: Section) -> Result<Self> {
+        section.choice("type", "OptimWrapper", &[("OptimWrapper", ())])?;
+        let part = Self::read(&mut section);
+        // As of a component, unknown keys are reported beside a listed mistake.
+        if part.as_ref().err().is_none_or(Mistakes::is_listed) {
+            section.finish()?;
+        }
+        part
     }
 
     /// Creates the optimizer of all parameters, or of `own`.

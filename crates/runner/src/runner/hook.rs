@@ -56,9 +56,11 @@ impl Priority {
             let place = section.offset_of("priority");
             let name: String = section.required("priority")?;
             let named = Self::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(&name));
-            let names = Self::NAMES.map(|(known, _)| known);
-            let refused = || place.error(unknown("value", &name, &names));
-            return named.map(|(_, priority)| Some(*priority)).ok_or_else(refused);
+            if named.is_none() {
+                let names = Self::NAMES.map(|(known, _)| known);
+                section.note(place.error(unknown("value", &name, &names)))?;
+            }
+            return Ok(named.map(|(_, priority)| *priority));
         }
         let number = section
             .or_checked("priority", 50, "between 0 and 100", |n: &i64| (0..=100).contains(n))?;

@@ -176,7 +176,10 @@ fn plateau(section: &mut Section) -> Result<Shape> {
 fn floor(section: &mut Section) -> Result<Floor> {
     let offset = section.offset_of("eta_min_ratio");
     match (section.optional("eta_min")?, section.optional("eta_min_ratio")?) {
-        (Some(_), Some(_)) => Err(offset.error("`eta_min_ratio` and `eta_min` cannot both be set")),
+        (Some(value), Some(_)) => {
+            section.note(offset.error("`eta_min_ratio` and `eta_min` cannot both be set"))?;
+            Ok(Floor::Value(value))
+        }
         (_, Some(ratio)) => Ok(Floor::Ratio(ratio)),
         (value, None) => Ok(Floor::Value(value.unwrap_or(0.0))),
     }

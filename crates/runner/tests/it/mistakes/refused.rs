@@ -123,6 +123,25 @@ fn incomplete_or_invalid_options_are_refused() {
 }
 
 #[test]
+fn backend_without_its_feature_is_reported_with_other_errors() {
+    let backends = [
+        ("gloo", cfg!(feature = "gloo")),
+        ("nccl", cfg!(feature = "cuda")),
+        ("hccl", cfg!(feature = "npu")),
+    ];
+    for (backend, is_there) in backends {
+        let env = format!(
+            "env_cfg = {{ mp_cfg = {{ mp_start_method = \"fork\" }}, dist_cfg = {{ backend = \"{backend}\" }} }}\n"
+        );
+        let text = said(Config::from_text("c.toml", format!("{env}{GOOD}")));
+        assert!(text.contains("`mp_cfg` is not supported"), "{text}");
+        let told = format!("backend `{backend}` needs `runner` built with the feature");
+        assert_ne!(text.contains(&told), is_there, "{text}");
+        assert_eq!(text.lines().count(), 2 - usize::from(is_there), "{text}");
+    }
+}
+
+#[test]
 fn errors_in_a_pipeline_have_a_position() {
     let pipeline = r#"dataset = { type = "Digits", pipeline = [{ type = "Resiz", size = 9 }, { type = "RandomFlip", prob = 3 }] }"#;
     let config = GOOD.replacen("dataset = { type = \"Digits\" }", pipeline, 1);

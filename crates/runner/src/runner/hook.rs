@@ -92,9 +92,55 @@ macro_rules! stages {
 
 /// Actions at stages of a run. Every method does nothing by default.
 ///
+/// [`Runner::logger`] writes lines to the terminal and the log file. Numbers added by
+/// [`Runner::scalars_mut`] are in the next log line of [`LoggerHook`](crate::hooks::LoggerHook), in
+/// `scalars.json` and in every other receiver. Both are of rank 0: sum over the ranks by
+/// [`Runner::group`] first.
+///
 /// # Errors
 ///
 /// An error of any method ends the run on this rank, and with it on the others.
+///
+/// # Examples
+///
+/// Logs a number in each iteration and a line after each epoch. A configuration adds the hook by
+/// `custom_hooks = [{ type = "Report" }]`, a program by
+/// [`RunnerBuilder::hook`](crate::RunnerBuilder::hook):
+///
+/// ```
+/// use runner::data::Batch;
+/// use runner::engine::Losses;
+/// use runner::hooks::{HOOKS, Hook};
+/// use runner::{Result, Runner};
+///
+/// struct Report;
+///
+/// impl Hook for Report {
+///     fn name(&self) -> &'static str {
+///         "Report"
+///     }
+///
+///     fn after_train_iter(
+///         &mut self,
+///         runner: &mut Runner,
+///         batch: &Batch,
+///         _: &Losses,
+///     ) -> Result<()> {
+///         let samples = batch.get("labels")?.shape()[0];
+///         runner.scalars_mut().push("samples", samples as f64);
+///         Ok(())
+///     }
+///
+///     fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+///         let (epoch, rate) = (runner.position().epoch + 1, runner.lr());
+///         runner.logger().info(&format!("epoch {epoch} ends at rate {rate}"));
+///         Ok(())
+///     }
+/// }
+///
+/// HOOKS.register("Report", |_section| Ok(Box::new(Report)))?;
+/// # Ok::<(), runner::Error>(())
+/// ```
 #[expect(unused_variables, reason = "the defaults do nothing; the names are documentation")]
 #[expect(clippy::missing_errors_doc, reason = "documented on the trait")]
 pub trait Hook: Send {

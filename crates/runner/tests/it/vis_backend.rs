@@ -6,8 +6,11 @@ use std::time::Duration;
 
 use collective::ProcessGroup;
 use runner::config::Config;
+use runner::data::Batch;
+use runner::engine::Losses;
+use runner::hooks::Hook;
 use runner::sinks::{RunInfo, ScalarRecord, VIS_BACKENDS, VisBackend};
-use runner::{Result, RunnerBuilder};
+use runner::{Result, Runner, RunnerBuilder};
 use serde_json::Value;
 
 use crate::common::from_config;
@@ -85,6 +88,44 @@ fn own_backend_gets_the_scalars_that_the_others_get() {
     let names = std::fs::read_dir(&vis).unwrap().map(|e| e.unwrap().file_name());
     let events = names.filter(|name| name.to_string_lossy().starts_with("events.out.tfevents"));
     assert_eq!(events.count(), 1);
+}
+
+/// The example of the documentation of `Hook`.
+struct Report;
+
+impl Hook for Report {
+    fn name(&self) -> &'static str {
+        "Report"
+    }
+
+    fn after_train_iter(&mut self, runner: &mut Runner, batch: &Batch, _: &Losses) -> Result<()> {
+        let samples = batch.get("labels")?.shape()[0];
+        runner.scalars_mut().push("samples", samples as f64);
+        Ok(())
+    }
+
+    fn after_train_epoch(&mut self, runner: &mut Runner) -> Result<()> {
+        let (epoch, rate) = (runner.position().epoch + 1, runner.lr());
+        runner.logger().info(&format!("epoch {epoch} ends at rate {rate}"));
+        Ok(())
+    }
+}
+
+#[test]
+fn hook_logs_a_line_and_a_scalar() {
+    let dir = tempfile::tempdir().unwrap();
+    let group = ProcessGroup::threads(1, Duration::from_secs(60)).unwrap().remove(0);
+    let run = read("[]").unwrap().process_group(group).work_dir(dir.path());
+    run.hook(Box::new(Report)).build().unwrap().train().unwrap();
+    let runs = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path());
+    let run = runs.into_iter().find(|p| p.join("vis_data").is_dir()).unwrap();
+    let scalars = std::fs::read_to_string(run.join("vis_data/scalars.json")).unwrap();
+    let first: Value = serde_json::from_str(scalars.lines().next().unwrap()).unwrap();
+    assert_eq!(first["samples"], 64.0, "{scalars}");
+    let name = format!("{}.log", run.file_name().unwrap().to_str().unwrap());
+    let log = std::fs::read_to_string(run.join(name)).unwrap();
+    assert!(log.contains(" - INFO - epoch 1 ends at rate 0.05\n"), "{log}");
+    assert!(log.contains("samples: 64.0000"), "{log}");
 }
 
 #[test]

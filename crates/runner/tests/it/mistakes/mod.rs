@@ -9,6 +9,7 @@ use runner::{Error, Result};
 
 use crate::common::from_config;
 
+mod at_once;
 mod check;
 mod refused;
 

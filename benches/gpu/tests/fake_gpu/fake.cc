@@ -195,7 +195,10 @@ int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
   return 0;
 }
 int cuMemFreeAsync(uintptr_t memory, void *stream) { return release(stream_of(stream), memory); }
-int cuMemAlloc_v2(uintptr_t *memory, size_t bytes) { return cuMemAllocAsync(memory, bytes, nullptr); }
+int cuMemAlloc_v2(uintptr_t *memory, size_t bytes) {
+  if (int error = unsafe_call()) return error;
+  return cuMemAllocAsync(memory, bytes, nullptr);
+}
 int cuMemFree_v2(uintptr_t memory) { return cuMemFreeAsync(memory, nullptr); }
 // One pool for all devices. As long as it may not keep memory, each wait of the host returns it to the system.
 static std::atomic<uint64_t> pool_threshold;
@@ -238,6 +241,7 @@ static bool is_pinned(const void *at) {
 int cuMemHostAlloc(void **memory, size_t bytes, unsigned) {
   Fault f = due("cuMemHostAlloc", here());
   if (f.kind == RETURN) return f.argument;
+  if (int error = unsafe_call()) return error;
   *memory = malloc(bytes);
   Lock lock(books);
   pinned[uintptr_t(*memory)] = bytes;
@@ -254,6 +258,7 @@ int cuMemFreeHost(void *memory) {
 }
 int cuEventSynchronize(void *event) {
   due("cuEventSynchronize", here());
+  if (int error = unsafe_call()) return error;
   while (cuEventQuery(event) == 600) usleep(20);
   return 0;
 }

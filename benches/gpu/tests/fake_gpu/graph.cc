@@ -7,7 +7,7 @@
 // pageable memory, a wait for an event from outside, and loading a module end a capture with an error, as in CUDA; a
 // copy from pageable memory, which each launch would read again, aborts the process with a message.
 
-enum { CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901, CAPTURE_WRONG_THREAD = 908 };
+enum { CAPTURE_INVALIDATED = 901, CAPTURE_WRONG_THREAD = 908 };
 enum { KERNEL_NODE = 0, ALLOC_NODE = 10, FREE_NODE = 11 };
 
 // A graph and its memory.
@@ -116,6 +116,8 @@ int cuStreamBeginCapture_v2(void *stream, int mode) {
   if (due("cuStreamBeginCapture", here()).kind == RETURN) return 999;
   s->graph = new OwnGraph;
   capturing = s;
+  Lock lock(captures_m);
+  if (mode == GLOBAL) global_captures[s->graph] = std::this_thread::get_id();
   return 0;
 }
 int cuStreamEndCapture(void *stream, void **graph) {
@@ -126,6 +128,7 @@ int cuStreamEndCapture(void *stream, void **graph) {
   SharedGraph made(graph_of(s));
   s->graph = nullptr;
   capturing = nullptr;
+  { Lock lock(captures_m); global_captures.erase(made.get()); }
   {
     Lock order(ordering);
     // Addresses of the graph's memory become invalid.

@@ -26,6 +26,12 @@ pub(crate) trait Device: Debug + Send + Sync + 'static {
     /// Makes the device current on this thread until the result is dropped.
     fn enter(&self) -> Result<Self::Entered<'_>>;
 
+    /// Allows this thread's calls to run beside other threads' captures of streams into graphs, and
+    /// leaves those valid.
+    fn relax_captures(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Checks that operations can be enqueued in the stream. The device must be current.
     fn check_stream(&self, stream: DeviceStream) -> Result<()>;
 

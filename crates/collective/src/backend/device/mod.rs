@@ -124,6 +124,9 @@ impl<C: Communicator> DeviceGroup<C> {
         let thread = thread.spawn(move || {
             // Not every driver needs this. If it fails, the next call fails, too.
             let _entered = on.enter();
+            // Else a poll would end a capture of mode GLOBAL, as NVIDIA's libraries make. If this
+            // fails, so do the polls during one.
+            drop(on.relax_captures());
             run.run();
         });
         let thread =

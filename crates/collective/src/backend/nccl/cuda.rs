@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::sys::{self, CudaApi, CudaResult, NO_TIMING, NON_BLOCKING};
+use super::sys::{self, CAPTURE_RELAXED, CudaApi, CudaResult, NO_TIMING, NON_BLOCKING};
 use crate::backend::device::{self, Device as _};
 use crate::backend::device_memory::{DeviceBuf, DeviceStream, Mark, OnDrop};
 use crate::{Error, Result};
@@ -79,6 +79,12 @@ impl device::Device for Device {
         // SAFETY: the context is kept alive by `self`.
         unsafe { self.api.cuCtxPushCurrent_v2(self.context) }?;
         Ok(Entered(self))
+    }
+
+    fn relax_captures(&self) -> Result<()> {
+        let mut mode = CAPTURE_RELAXED;
+        // SAFETY: a mode, which it exchanges for this thread's former one.
+        unsafe { self.api.cuThreadExchangeStreamCaptureMode(&raw mut mode) }
     }
 
     fn check_stream(&self, stream: DeviceStream) -> Result<()> {

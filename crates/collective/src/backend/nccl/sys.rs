@@ -83,6 +83,8 @@ const UNDEFINED: c_int = c_int::MIN;
 pub(super) const NO_TIMING: c_uint = 2;
 /// `CU_STREAM_NON_BLOCKING`: does not wait for the default stream.
 pub(super) const NON_BLOCKING: c_uint = 1;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+pub(super) const CAPTURE_RELAXED: c_int = 2;
 
 /// `ncclUniqueId`.
 #[repr(C)]
@@ -199,6 +201,7 @@ table! {
         fn cuEventDestroy_v2(event: Event);
         fn cuStreamWaitEvent(stream: Stream, event: Event, flags: c_uint);
         fn cuStreamIsCapturing(stream: Stream, status: *mut c_int);
+        fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int);
         fn cuStreamCreate(stream: *mut Stream, flags: c_uint);
         fn cuStreamDestroy_v2(stream: Stream);
         fn cuStreamSynchronize(stream: Stream);

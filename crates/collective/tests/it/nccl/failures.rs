@@ -10,7 +10,7 @@ use collective::{
 };
 
 use super::fake::{Fake, Fault, Memory, Stream, devices};
-use crate::common::{DEADLINE, play};
+use crate::common::{DEADLINE, play, wait_for};
 
 const TIMEOUT: Duration = Duration::from_millis(1500);
 /// Additional time allowed on a loaded machine.
@@ -377,6 +377,36 @@ fn an_asynchronous_error_is_detected_while_ranks_wait() {
     assert_eq!(during, "ncclCommGetAsyncError");
     let Error::Aborted { by: 0, reason } = poisoned_by(&errors[1]) else { panic!("{}", errors[1]) };
     assert!(reason.contains("ncclRemoteError"), "{reason}");
+}
+
+/// NVIDIA's libraries capture so, for example while an average is pending.
+#[test]
+fn global_captures_stay_valid_while_the_watchdog_polls() {
+    let (fake, options) = (Fake::alone(), GroupOptions::default().with_timeout(DEADLINE));
+    let groups = fake.groups(0..2, &options, &Config::default());
+    let groups = groups.into_iter().map(Result::unwrap).collect();
+    let all_here = Barrier::new(2);
+    play(groups, |group| {
+        let (stream, mut memory) = (fake.stream(), Memory::new(vec![1.0_f32; 4]));
+        if group.rank() == 1 {
+            stream.block();
+        }
+        let calls = group.device().unwrap().all_reduce(memory.buf(), ReduceOp::Sum).unwrap();
+        let work = calls.enqueue(stream.raw()).unwrap();
+        all_here.wait();
+        let valid = group.rank() == 1 || {
+            let polls = || fake.calls("cuEventQuery", 0);
+            let (last, _) = (polls() + 10, fake.capture(true));
+            let polled = || (polls() > last || group.device().is_err()).then_some(());
+            wait_for(polled, "polls of the watchdog");
+            fake.capture(false)
+        };
+        all_here.wait();
+        stream.unblock();
+        work.wait().unwrap();
+        assert!(valid);
+        assert_eq!(memory.numbers(), [2.0; 4]);
+    });
 }
 
 #[test]

@@ -111,7 +111,7 @@ struct Node {
 };
 struct Graph {
   std::vector<Node> nodes;
-  bool invalid = false;
+  std::atomic<bool> invalid{false};
 };
 struct Stream {
   Graph *graph = nullptr;  // while it is captured, by one thread
@@ -143,6 +143,26 @@ struct Stream {
   }
   void push(std::function<void()> task, const std::vector<Access> &accesses = {});
 };
+
+// Captures of mode GLOBAL and the threads that make them; and this thread's own mode, for calls while others capture.
+enum { GLOBAL = 0, RELAXED = 2, CAPTURE_UNSUPPORTED = 900 };
+static std::mutex captures_m;
+static std::map<Graph *, std::thread::id> &global_captures = *new std::map<Graph *, std::thread::id>;
+static thread_local int capture_mode = GLOBAL;
+
+// "Potentially unsafe" calls fail in a thread of mode GLOBAL while another thread captures in that mode, and
+// invalidate that capture.
+static int unsafe_call() {
+  if (capture_mode != GLOBAL) return 0;
+  Lock lock(captures_m);
+  int error = 0;
+  for (auto &[graph, owner] : global_captures) {
+    if (owner == std::this_thread::get_id()) continue;
+    graph->invalid = true;
+    error = CAPTURE_UNSUPPORTED;
+  }
+  return error;
+}
 
 // Memory that is watched, and its accesses.
 
@@ -297,6 +317,8 @@ int cuEventRecord(void *event, void *stream) {
   return 0;
 }
 int cuEventQuery(void *event) {
+  due("cuEventQuery", here());
+  if (int error = unsafe_call()) return error;
   Event *e = static_cast<Event *>(event);
   if (!e->reached()) return 600;
   Lock order(ordering);
@@ -324,6 +346,11 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned) {
     Lock lock(of->m);
     of->cv.wait(lock, [&] { return of->done >= ticket; });
   });
+  return 0;
+}
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+  if (*mode < GLOBAL || *mode > RELAXED) return 1;
+  std::swap(capture_mode, *mode);
   return 0;
 }
 int cuStreamIsCapturing(void *stream, int *status) {
@@ -365,11 +392,13 @@ int cuStreamSynchronize(void *stream) {
 #endif
 int cuMemcpyHtoD_v2(uintptr_t to, const void *from, size_t bytes) {
   if (here() < 0) violation("a copy without a context");
+  if (int error = unsafe_call()) return error;
   memcpy((void *)to, from, bytes);
   return 0;
 }
 int cuMemcpyDtoH_v2(void *to, uintptr_t from, size_t bytes) {
   if (here() < 0) violation("a copy without a context");
+  if (int error = unsafe_call()) return error;
   memcpy(to, (void *)from, bytes);
   return 0;
 }
@@ -402,6 +431,14 @@ void fake_stream_end(void *stream) {
   { Lock lock(s->m); s->stop = true; s->cv.notify_all(); }
   // The object stays: events outlive their streams.
   s->worker.join();
+}
+// Begins a capture of mode GLOBAL by this thread, or ends it; returns whether it is still valid.
+int fake_capture(int on) {
+  static thread_local Graph own;
+  Lock lock(captures_m);
+  if (on) global_captures[&own] = std::this_thread::get_id();
+  else global_captures.erase(&own);
+  return on ? 1 : !own.invalid.exchange(false);
 }
 void fake_stream_capture(void *stream, int on) { static_cast<Stream *>(stream)->capturing = on; }
 // Keeps the stream busy for a time, or until it is unblocked.

@@ -61,6 +61,12 @@ impl Fake {
         FAKE.get_or_init(|| Self::open("old", &NEW))
     }
 
+    /// For captures of mode GLOBAL, which calls of other tests would end.
+    pub(crate) fn alone() -> &'static Self {
+        static FAKE: OnceLock<Fake> = OnceLock::new();
+        FAKE.get_or_init(|| Self::open("alone", &[]))
+    }
+
     fn open(name: &str, without: &[&str]) -> Self {
         let path = build(name, without);
         let paths = std::slice::from_ref(&path);
@@ -127,6 +133,15 @@ impl Fake {
             unsafe { std::mem::transmute(self.symbol("fake_retained")) };
         // SAFETY: a number.
         unsafe { call(device as c_int) }
+    }
+
+    /// Begins a capture of mode GLOBAL by this thread, or ends it; returns whether it is valid.
+    pub(crate) fn capture(&self, on: bool) -> bool {
+        // SAFETY: that is its prototype.
+        let call: unsafe extern "C" fn(c_int) -> c_int =
+            unsafe { std::mem::transmute(self.symbol("fake_capture")) };
+        // SAFETY: a number.
+        unsafe { call(on.into()) != 0 }
     }
 
     /// Starts or stops counting this thread's unordered memory accesses; returns their number since

@@ -75,7 +75,7 @@ pub enum Transport {
     Gloo,
     /// NCCL for the memory of the CUDA device set with [`GroupOptions::with_cuda_device`];
     /// [`Host`](Self::Host) for host memory. Needs the feature `cuda`, and at run time NVIDIA's
-    /// driver and NCCL 2.14 or later, the same on all ranks.
+    /// driver and NCCL 2.19 or later, the same on all ranks.
     ///
     /// [`ProcessGroup::device`] has the verbs. Each process has one more thread, and the store
     /// must stay reachable while the group lives: on a timeout it identifies the missing ranks.

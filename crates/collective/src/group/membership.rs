@@ -155,8 +155,7 @@ impl ProcessGroup {
     /// that this one was made with, which must still exist. The subgroup has this group's timeout
     /// and options, its own ranks from 0 (see [`parent_ranks`](Self::parent_ranks)), and shares
     /// nothing with this group: either can fail without the other, and operations on both may be in
-    /// flight at once. Over NCCL, its communicator is split from this group's by `ncclCommSplit`,
-    /// if NCCL has that.
+    /// flight at once. Over NCCL, its communicator is split from this group's by `ncclCommSplit`.
     ///
     /// # Errors
     ///

@@ -31,9 +31,8 @@ pub(crate) fn join(
     let requirement = "NCCL needs a CUDA device: call GroupOptions::with_cuda_device";
     let ordinal = device_of(joining, ("nccl", Transport::Nccl), requirement)?;
     check_versions(&joining.locations)?;
-    let can_split = libraries.nccl.ncclCommSplit.is_some();
     let (timeout, checks) = (joining.options.timeout, config.checks);
-    let group = GroupConfig { reason, timeout, checks, can_split };
+    let group = GroupConfig { reason, timeout, checks, can_split: true };
     device::join(store, joining, group, |rendezvous| {
         connect(rendezvous, libraries, ordinal, config)
     })

@@ -34,7 +34,7 @@ pub(super) const NCCL: Wanted = Wanted {
     names: &["libnccl.so.2", "libnccl.so"],
     variable: "COLLECTIVE_NCCL_LIB",
     packages: &["nccl"],
-    install: "install NCCL 2.14 or later (libnccl2 from NVIDIA's Debian repository, or pip install \
+    install: "install NCCL 2.19 or later (libnccl2 from NVIDIA's Debian repository, or pip install \
               nvidia-nccl-cu12), or set COLLECTIVE_NCCL_LIB to its path",
 };
 

@@ -123,7 +123,7 @@ impl Config {
 }
 
 table! {
-    /// Functions of NCCL. Those of 2.14 are required, later ones are optional.
+    /// Functions of NCCL. Those of 2.19 are required, later ones are optional.
     NcclApi: NcclResult {
         fn ncclGetVersion(version: *mut c_int);
         fn ncclGetUniqueId(id: *mut UniqueId);
@@ -166,20 +166,20 @@ table! {
             made: *mut RedOp, scalar: *mut c_void, of: DataType, residence: c_int, comm: Comm
         );
         fn ncclRedOpDestroy(op: RedOp, comm: Comm);
-    } optional {
         fn ncclCommSplit(
             comm: Comm, color: c_int, key: c_int, made: *mut Comm, config: *mut Config
-        ) since "2.18";
+        );
+        fn ncclMemAlloc(memory: *mut *mut c_void, bytes: usize);
+        fn ncclMemFree(memory: *mut c_void);
+        fn ncclCommRegister(
+            comm: Comm, memory: *mut c_void, bytes: usize, handle: *mut *mut c_void
+        );
+        fn ncclCommDeregister(comm: Comm, handle: *mut c_void);
+    } optional {
         fn ncclCommInitRankScalable(
             comm: *mut Comm, world: c_int, rank: c_int, ids: c_int, id: *mut UniqueId,
             config: *mut Config
         ) since "2.23";
-        fn ncclCommRegister(
-            comm: Comm, memory: *mut c_void, bytes: usize, handle: *mut *mut c_void
-        ) since "2.19";
-        fn ncclCommDeregister(comm: Comm, handle: *mut c_void) since "2.19";
-        fn ncclMemAlloc(memory: *mut *mut c_void, bytes: usize) since "2.19";
-        fn ncclMemFree(memory: *mut c_void) since "2.19";
     } unchecked {
         fn ncclGetErrorString(NcclResult) -> *const c_char;
         fn ncclGetLastError(Comm) -> *const c_char;

@@ -39,26 +39,16 @@ pub(crate) struct Fake {
     handle: usize,
 }
 
-/// Functions that old libraries lack.
-const NEW: [&str; 6] = [
-    "ncclCommSplit",
-    "ncclCommInitRankScalable",
-    "ncclCommRegister",
-    "ncclCommDeregister",
-    "ncclMemAlloc",
-    "ncclMemFree",
-];
-
 impl Fake {
     pub(crate) fn get() -> &'static Self {
         static FAKE: OnceLock<Fake> = OnceLock::new();
         FAKE.get_or_init(|| Self::open("fake", &[]))
     }
 
-    /// Without the functions that NCCL does not have before 2.18.
+    /// NCCL 2.19.3, without the function that NCCL has since 2.23.
     pub(crate) fn old() -> &'static Self {
         static FAKE: OnceLock<Fake> = OnceLock::new();
-        FAKE.get_or_init(|| Self::open("old", &NEW))
+        FAKE.get_or_init(|| Self::open("2.19", &["ncclCommInitRankScalable"]))
     }
 
     /// For captures of mode GLOBAL, which calls of other tests would end.
@@ -259,7 +249,7 @@ pub(crate) fn build(name: &str, without: &[&str]) -> PathBuf {
     compiler.arg(&new).arg(&source);
     compiler.args(without.iter().map(|function| format!("-D{function}=not_{function}")));
     if !without.is_empty() {
-        compiler.arg("-DVERSION=21403");
+        compiler.arg("-DVERSION=21903");
     }
     let output = compiler.output().unwrap_or_else(|error| {
         panic!("these tests compile a small C++ library and need `g++` in PATH: {error}")

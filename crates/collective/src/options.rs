@@ -75,7 +75,10 @@ pub enum Transport {
     Gloo,
     /// NCCL for the memory of the CUDA device set with [`GroupOptions::with_cuda_device`];
     /// [`Host`](Self::Host) for host memory. Needs the feature `cuda`, and at run time NVIDIA's
-    /// driver and NCCL 2.19 or later, the same on all ranks.
+    /// driver 470 and NCCL 2.19, or later, NCCL the same on all ranks.
+    ///
+    /// Each rank needs a GPU of its own, unless the environment variable
+    /// `NCCL_MULTI_RANK_GPU_ENABLE=1` lets NCCL, 2.30 or later, share GPUs.
     ///
     /// [`ProcessGroup::device`] has the verbs. Each process has one more thread, and the store
     /// must stay reachable while the group lives: on a timeout it identifies the missing ranks.

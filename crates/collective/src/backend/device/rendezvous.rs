@@ -83,6 +83,15 @@ impl Rendezvous<'_> {
         self.run(&op, RawBufs { input: output, output })
     }
 
+    /// Gathers all ranks' bytes, by rank.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn all_gather<const N: usize>(&self, own: [u8; N]) -> Result<Vec<[u8; N]>> {
+        let mut all = vec![[0; N]; self.joining.world()];
+        let op = describe(Verb::AllGather, DType::U8, None, None, N);
+        self.run(&op, RawBufs { input: own.as_ptr(), output: all.as_mut_ptr().cast() })?;
+        Ok(all)
+    }
+
     /// Blocks until all ranks have called it.
     pub(crate) fn barrier(&self) -> Result<()> {
         self.run(&BARRIER, RawBufs::NONE)

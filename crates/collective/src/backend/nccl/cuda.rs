@@ -54,8 +54,10 @@ impl Device {
         unsafe { api.cuDeviceGetCount(&raw mut count) }?;
         let number = c_int::try_from(ordinal).ok().filter(|&number| number < count);
         let number = number.ok_or_else(|| {
-            let text = format!("there is no CUDA device {ordinal} among {count}");
-            Error::InvalidArgument(text)
+            Error::InvalidArgument(format!(
+                "there is no CUDA device {ordinal} among {count}; start one rank for each GPU, or \
+                 let CUDA_VISIBLE_DEVICES show more"
+            ))
         })?;
         let mut handle = 0;
         // SAFETY: writes one `int`; the ordinal is in range.
@@ -64,6 +66,14 @@ impl Device {
         // SAFETY: writes one handle; the device is from `cuDeviceGet`.
         unsafe { api.cuDevicePrimaryCtxRetain(&raw mut context, handle) }?;
         Ok(Arc::new(Self { api, ordinal, handle, context, events: Mutex::default() }))
+    }
+
+    /// Returns the UUID of the GPU, or of the MIG instance.
+    pub(super) fn uuid(&self) -> Result<[u8; 16]> {
+        let mut uuid = [0; 16];
+        // SAFETY: writes 16 bytes; the device is from `cuDeviceGet`.
+        unsafe { self.api.cuDeviceGetUuid_v2(&raw mut uuid, self.handle) }?;
+        Ok(uuid)
     }
 }
 

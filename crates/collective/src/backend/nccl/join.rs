@@ -6,6 +6,7 @@
 //!
 //! All ranks have the same version of NCCL, so the same optional functions.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -52,6 +53,33 @@ fn check_versions(ranks: &[RankLocation]) -> Result<()> {
     }
 }
 
+/// Fails if two ranks have the same GPU, unless NCCL is told to share GPUs. NCCL checks this too, but
+/// names neither the UUID nor a remedy.
+fn check_gpus(uuids: &[[u8; 16]]) -> Result<()> {
+    // Since NCCL 2.30, an experiment there.
+    if std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|value| value != "0") {
+        return Ok(());
+    }
+    let mut ranks = HashMap::new();
+    for (rank, uuid) in uuids.iter().enumerate() {
+        if let Some(other) = ranks.insert(uuid, rank) {
+            return Err(Error::InvalidArgument(format!(
+                "ranks {other} and {rank} are both on the GPU {}, but NCCL needs one for each rank; \
+                 start no more ranks than GPUs, and let CUDA_VISIBLE_DEVICES show all of them, or \
+                 another one to each rank",
+                uuid_text(*uuid)
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Formats a UUID as `nvidia-smi -L` does, without `GPU-`.
+fn uuid_text(uuid: [u8; 16]) -> String {
+    let hex = format!("{:032x}", u128::from_be_bytes(uuid));
+    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
+}
+
 fn connect(
     rendezvous: &Rendezvous<'_>,
     libraries: Libraries,
@@ -64,7 +92,8 @@ fn connect(
     if let Some(communicator) = seed.and_then(|seed| seed.take::<Communicator>()) {
         return Ok((device, communicator));
     }
-    rendezvous.barrier()?;
+    // All ranks are ready for the init once each has the others' GPUs.
+    check_gpus(&rendezvous.all_gather(device.uuid()?)?)?;
     let mut ids = ids(rendezvous, libraries, config)?;
     let (rank, world) = (joining.rank, joining.world());
     let (nccl, on) = (libraries.nccl, Arc::clone(&device));

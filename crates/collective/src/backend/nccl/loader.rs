@@ -42,7 +42,7 @@ pub(super) const CUDA: Wanted = Wanted {
     names: &["libcuda.so.1", "libcuda.so"],
     variable: "COLLECTIVE_CUDA_LIB",
     packages: &[],
-    install: "install NVIDIA's driver, or set COLLECTIVE_CUDA_LIB to its path",
+    install: "install NVIDIA's driver, 470 or later, or set COLLECTIVE_CUDA_LIB to its path",
 };
 
 impl Wanted {

@@ -1,7 +1,7 @@
 //! The NCCL backend: CUDA devices and NCCL communicators for the [device core](super::device).
 //!
 //! This module launches no kernels of its own. It uses the CUDA driver only for a context, events,
-//! streams and copies, through a table of 22 functions ([`sys`]). Tests replace that table and
+//! streams and copies, through a table of 23 functions ([`sys`]). Tests replace that table and
 //! NCCL's by fakes.
 //!
 //! # Properties of NCCL that determine the design

@@ -1,6 +1,6 @@
 //! FFI declarations of `nccl.h` and of the required parts of `cuda.h`.
 //!
-//! Checked against `nccl.h` of NCCL 2.30.7. Every driver since CUDA 11 has the CUDA functions. C
+//! Checked against `nccl.h` of NCCL 2.30.7. Every driver since CUDA 11.4 has the CUDA functions. C
 //! enums are transparent integers, because a newer library may return a value that is not declared
 //! here.
 
@@ -192,6 +192,7 @@ table! {
         fn cuInit(flags: c_uint);
         fn cuDeviceGetCount(count: *mut c_int);
         fn cuDeviceGet(device: *mut c_int, ordinal: c_int);
+        fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int);
         fn cuDevicePrimaryCtxRetain(context: *mut Context, device: c_int);
         fn cuDevicePrimaryCtxRelease_v2(device: c_int);
         fn cuCtxPushCurrent_v2(context: Context);

@@ -191,9 +191,35 @@ fn a_missing_device_is_reported_to_all_ranks() {
     let options = GroupOptions::default().with_timeout(DEADLINE);
     let groups = Fake::get().groups(devices, &options, &Config::default());
     let errors: Vec<_> = groups.into_iter().map(Result::unwrap_err).collect();
-    assert_eq!(errors[1].to_string(), "there is no CUDA device 4096 among 4096");
+    let text = errors[1].to_string();
+    assert!(text.starts_with("there is no CUDA device 4096 among 4096;"), "{text}");
+    assert!(text.contains("CUDA_VISIBLE_DEVICES"), "{text}");
     let Error::Aborted { by: 1, reason } = &errors[0] else { panic!("{}", errors[0]) };
     assert!(reason.contains("no CUDA device 4096"), "{reason}");
+}
+
+/// For example if a launcher starts two ranks and shows both the same GPU.
+#[test]
+fn two_ranks_on_one_gpu_are_named_with_its_uuid() {
+    let (device, store) = (devices(2).start, MemoryStore::new());
+    let connect = collective::nccl::connector(Fake::get().libraries, Config::default());
+    let errors = std::thread::scope(|scope| {
+        let join = |rank| {
+            let (store, connect) = (std::sync::Arc::new(store.clone()), connect.clone());
+            // Rank 1 has a GPU of its own.
+            let device = device + u32::from(rank == 1);
+            let options = GroupOptions::default().with_timeout(DEADLINE).with_cuda_device(device);
+            let join = move || ProcessGroup::from_store_with(store, rank, 3, options, connect);
+            scope.spawn(move || join().unwrap_err())
+        };
+        [0, 1, 2].map(join).map(|rank| rank.join().unwrap())
+    });
+    let told = format!("ranks 0 and 2 are both on the GPU {device:08x}-0000-0000-0000-00000000");
+    for error in errors {
+        let text = error.to_string();
+        assert!(text.contains(&told) && text.contains("CUDA_VISIBLE_DEVICES"), "{text}");
+    }
+    assert_eq!(Fake::get().calls("ncclCommInitRankConfig", device), 0);
 }
 
 #[test]

@@ -78,7 +78,9 @@ pub enum Transport {
     /// driver 470 and NCCL 2.19, or later, NCCL the same on all ranks.
     ///
     /// Each rank needs a GPU of its own, unless the environment variable
-    /// `NCCL_MULTI_RANK_GPU_ENABLE=1` lets NCCL, 2.30 or later, share GPUs.
+    /// `NCCL_MULTI_RANK_GPU_ENABLE=1` lets NCCL, 2.30 or later, share GPUs. Joining ends with an
+    /// all-reduce of one number, which may take 60 s, or the timeout if that is shorter; if the
+    /// GPUs cannot reach one another, the error says what to try.
     ///
     /// [`ProcessGroup::device`] has the verbs. Each process has one more thread, and the store
     /// must stay reachable while the group lives: on a timeout it identifies the missing ranks.

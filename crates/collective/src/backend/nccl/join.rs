@@ -2,23 +2,39 @@
 //!
 //! NCCL's init waits for all ranks without a timeout and does not name a missing one. Here it does
 //! not block: once all ranks are ready for it, a rank starts it, then polls the communicator, the
-//! host side of the group and the deadline until the communicator is ready.
+//! host side of the group and the deadline until the communicator is ready. Then the ranks run a
+//! first all-reduce, which has a short timeout: GPUs that cannot reach one another are found before
+//! a training's first step, which has the group's timeout, because ranks may be late for it.
 //!
 //! All ranks have the same version of NCCL, so the same optional functions.
 
+#![expect(unsafe_code, reason = "runs an operation on memory of its own")]
+
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::communicator::Communicator;
 use super::cuda::Device;
 use super::result::version_text;
 use super::sys::UniqueId;
 use super::{Config, Libraries, TICK};
-use crate::backend::device::{self, DeviceGroup, GroupConfig, Rendezvous, device_of};
+use crate::backend::device::{
+    self, Communicator as _, Device as _, DeviceGroup, Event as _, GroupConfig, Rendezvous,
+    device_of,
+};
+use crate::backend::device_memory::{DeviceStep, Mark as _};
 use crate::backend::rendezvous::{Joining, RankLocation};
+use crate::op::blocks::describe;
 use crate::store::Store;
-use crate::{Error, Result, Transport};
+use crate::{DType, Error, ReduceOp, Result, Transport, Verb};
+
+/// Longest time of a communicator's first all-reduce.
+const FIRST_TIMEOUT: Duration = Duration::from_secs(60);
+/// Remedies for GPUs that cannot reach one another, for error texts.
+const REMEDIES: &str = "try NCCL_P2P_DISABLE=1 (a virtual machine or an IOMMU may block copies \
+                        between GPUs), a larger /dev/shm (containers: --shm-size), and another \
+                        version of the driver; NCCL_DEBUG=INFO shows more";
 
 /// Joins a group. Returns when all ranks have joined.
 pub(crate) fn join(
@@ -53,8 +69,8 @@ fn check_versions(ranks: &[RankLocation]) -> Result<()> {
     }
 }
 
-/// Fails if two ranks have the same GPU, unless NCCL is told to share GPUs. NCCL checks this too, but
-/// names neither the UUID nor a remedy.
+/// Fails if two ranks have the same GPU, unless NCCL is told to share GPUs. NCCL checks this too,
+/// but names neither the UUID nor a remedy.
 fn check_gpus(uuids: &[[u8; 16]]) -> Result<()> {
     // Since NCCL 2.30, an experiment there.
     if std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|value| value != "0") {
@@ -64,9 +80,9 @@ fn check_gpus(uuids: &[[u8; 16]]) -> Result<()> {
     for (rank, uuid) in uuids.iter().enumerate() {
         if let Some(other) = ranks.insert(uuid, rank) {
             return Err(Error::InvalidArgument(format!(
-                "ranks {other} and {rank} are both on the GPU {}, but NCCL needs one for each rank; \
-                 start no more ranks than GPUs, and let CUDA_VISIBLE_DEVICES show all of them, or \
-                 another one to each rank",
+                "ranks {other} and {rank} are both on the GPU {}, but NCCL needs one for each \
+                 rank; start no more ranks than GPUs, and let CUDA_VISIBLE_DEVICES show all of \
+                 them, or another one to each rank",
                 uuid_text(*uuid)
             )));
         }
@@ -101,13 +117,58 @@ fn connect(
     while !communicator.ready()? {
         rendezvous.host.health()?;
         if Instant::now() >= joining.deadline {
-            let text = "all ranks have started NCCL's init, but it has not completed; set NCCL_DEBUG=INFO to see why";
+            let text = "all ranks have started NCCL's init, but it has not completed";
             let status = ("ncclInProgress", 7);
-            return Err(rendezvous.timeout_error(status, text.into()));
+            return Err(rendezvous.timeout_error(status, format!("{text}; {REMEDIES}")));
         }
         std::thread::sleep(TICK);
     }
+    if world > 1 {
+        first_all_reduce(rendezvous, &device, &communicator)?;
+    }
     Ok((device, communicator))
+}
+
+/// Adds one number over the ranks. It may take [`FIRST_TIMEOUT`], or the group's timeout if that is
+/// shorter. All ranks are here, so the time does not include that of a late rank.
+fn first_all_reduce(
+    rendezvous: &Rendezvous<'_>,
+    device: &Arc<Device>,
+    communicator: &Communicator,
+) -> Result<()> {
+    let timeout = rendezvous.joining.options.timeout.min(FIRST_TIMEOUT);
+    let deadline = Instant::now() + timeout;
+    let wait = || {
+        rendezvous.host.health()?;
+        if Instant::now() >= deadline {
+            let text = "the first all_reduce between the ranks' GPUs has not completed within";
+            let text = format!("{text} {timeout:?}; {REMEDIES}");
+            return Err(rendezvous.timeout_error(("timed out", 0), text));
+        }
+        std::thread::sleep(TICK);
+        Ok(())
+    };
+    let _entered = device.enter()?;
+    let (stream, _stream) = device.stream()?;
+    let (end, (address, memory)) = (device.event()?, communicator.alloc(DType::F32.size())?);
+    let op = describe(Verb::AllReduce, DType::F32, Some(ReduceOp::Sum), None, 1);
+    let step = DeviceStep::Run { op, input: address, output: address };
+    let run = || {
+        // SAFETY: memory and stream are this function's, and only freed once the operation has
+        // ended or the communicator is aborted. The number may be any.
+        unsafe { communicator.launch(&[step], stream, &wait) }?;
+        end.record(stream)?;
+        while !end.reached()? {
+            wait()?;
+        }
+        Ok(())
+    };
+    let ended = run();
+    if ended.is_err() && !matches!(communicator.abort(&|| true), Ok(true)) {
+        // The device may still use it.
+        std::mem::forget(memory);
+    }
+    ended
 }
 
 /// Returns the group's NCCL ids. The first of the ranks that use an id creates it.

@@ -333,7 +333,8 @@ fn with_checks_calls_queued_before_enqueue_are_compared_first() {
 /// failure.
 fn nccl_fails(function: &str, fault: Fault, during: &str, code: i32) {
     let devices = devices(3);
-    Fake::get().fault(function, devices.start + 1, 2, fault);
+    // The first is the join's, the second that of `failing`.
+    Fake::get().fault(function, devices.start + 1, 3, fault);
     let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
     let Error::Backend { backend, during: of, code: got, name, text } = &errors[1] else {
         panic!("{:?}", errors[1])
@@ -412,7 +413,7 @@ fn global_captures_stay_valid_while_the_watchdog_polls() {
 #[test]
 fn a_cuda_driver_error_fails_all_ranks() {
     let devices = devices(2);
-    Fake::get().fault("cuEventRecord", devices.start, 3, Fault::Return(719));
+    Fake::get().fault("cuEventRecord", devices.start, 4, Fault::Return(719));
     let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
     assert_eq!(
         errors[0].to_string(),
@@ -424,7 +425,7 @@ fn a_cuda_driver_error_fails_all_ranks() {
 #[test]
 fn an_operation_that_hangs_on_all_ranks_times_out() {
     let devices = devices(2);
-    Fake::get().fault("launch", devices.start, 2, Fault::Hang);
+    Fake::get().fault("launch", devices.start, 3, Fault::Hang);
     let start = Instant::now();
     let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
     assert!(start.elapsed() < TIMEOUT + SLACK);
@@ -440,7 +441,7 @@ fn an_operation_that_hangs_on_all_ranks_times_out() {
 #[test]
 fn a_blocked_call_is_aborted_from_another_thread() {
     let devices = devices(2);
-    Fake::get().fault("ncclAllReduce", devices.start, 2, Fault::Block);
+    Fake::get().fault("ncclAllReduce", devices.start, 3, Fault::Block);
     let start = Instant::now();
     let errors = failing(devices, &Config::default(), |this| this.all_reduce(10)?.wait());
     assert!(start.elapsed() < TIMEOUT + SLACK);
@@ -490,7 +491,7 @@ fn a_failure_on_the_host_fails_device_operations() {
 fn earlier_stream_work_and_slow_launches_do_not_time_out() {
     let devices = devices(2);
     for device in devices.clone() {
-        Fake::get().fault("launch", device, 1, Fault::Progress(40));
+        Fake::get().fault("launch", device, 2, Fault::Progress(40));
     }
     let options = GroupOptions::default().with_timeout(TIMEOUT);
     let groups = Fake::get().groups(devices, &options, &Config::default());

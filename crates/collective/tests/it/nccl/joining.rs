@@ -176,6 +176,40 @@ fn an_init_that_hangs_times_out() {
     assert!(over(&own) && others.iter().all(over), "{own} {others:?}");
 }
 
+/// As behind an IOMMU that blocks copies between GPUs.
+#[test]
+fn gpus_that_cannot_reach_one_another_are_reported_at_the_join() {
+    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+    Fake::get().fault("launch", devices.start + 1, 1, Fault::Hang);
+    for group in Fake::get().groups(devices.clone(), &options, &Config::default()) {
+        let text = group.unwrap_err().to_string();
+        for part in ["first all_reduce", "1.5s", "NCCL_P2P_DISABLE=1", "/dev/shm", "driver"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+    for device in devices {
+        let calls = |function| Fake::get().calls(function, device);
+        assert_eq!((calls("ncclCommAbort"), calls("ncclMemFree")), (1, 1));
+        assert_eq!(Fake::get().retained(device), 0);
+    }
+}
+
+/// The device may still use the memory of the first all-reduce.
+#[test]
+fn memory_of_the_join_is_leaked_if_the_abort_failed() {
+    let (devices, options) = (devices(2), GroupOptions::default().with_timeout(TIMEOUT));
+    Fake::get().fault("ncclAllReduce", devices.start, 1, Fault::Return(2));
+    Fake::get().fault("ncclCommAbort", devices.start, 1, Fault::Return(3));
+    for group in Fake::get().groups(devices.clone(), &options, &Config::default()) {
+        let text = group.unwrap_err().to_string();
+        assert!(text.contains("ncclAllReduce: ncclSystemError"), "{text}");
+    }
+    for (device, leaked) in devices.zip([1, 0]) {
+        let calls = |function| Fake::get().calls(function, device);
+        assert_eq!(calls("ncclMemAlloc") - calls("ncclMemFree"), leaked);
+    }
+}
+
 #[test]
 fn a_slow_init_succeeds() {
     let (devices, options) = (devices(2), GroupOptions::default().with_timeout(DEADLINE));

@@ -101,13 +101,15 @@ impl Devices {
 }
 
 /// CUDA reads indices and identifiers, and stops at the first other token (`-1`, Slurm's
-/// `NoDevFiles`).
+/// `NoDevFiles`). It shows no device if one is repeated.
 fn shown_cuda(text: &str) -> usize {
     let is_device = |token: &&str| {
         let digits = !token.is_empty() && token.bytes().all(|byte| byte.is_ascii_digit());
         digits || token.starts_with("GPU-") || token.starts_with("MIG-")
     };
-    text.split(',').map(str::trim).take_while(is_device).count()
+    let devices: Vec<_> = text.split(',').map(str::trim).take_while(is_device).collect();
+    let is_repeated = devices.iter().enumerate().any(|(i, device)| devices[..i].contains(device));
+    if is_repeated { 0 } else { devices.len() }
 }
 
 /// CANN reads indices in ascending order, and stops at the first other token.
@@ -174,7 +176,7 @@ mod tests {
             ("0,-1,2", 1, 1),
             ("NoDevFiles", 0, 0),
             ("GPU-8932f937, MIG-1", 2, 0),
-            ("3, 7,7", 3, 2),
+            ("3, 7,7", 0, 2),
         ] {
             assert_eq!((shown_cuda(text), shown_npu(text)), (cuda, npu), "{text:?}");
         }

@@ -1,8 +1,8 @@
 //! [`Appender`]: appends lines to a file, several per write.
 //!
 //! A write takes about a microsecond in the kernel, longer than an iteration of an empty loop. So
-//! lines in quick succession are written together, after at most [`FLUSH_INTERVAL`]; readers see complete
-//! lines, with a delay. Buffered lines are lost if the process is killed.
+//! lines in quick succession are written together, after at most [`FLUSH_INTERVAL`]; readers see
+//! complete lines, with a delay. Buffered lines are lost if the process is killed.
 //!
 //! Invariant: after a failed write, as on a full disk, the file ends where it ended before, so that
 //! it never contains half a line.

@@ -34,9 +34,9 @@ const MAX_EVENTS: usize = 1 << 20;
 /// Writes the spans and events of one rank to a file.
 ///
 /// A program installs one for the process or a scope, with
-/// `tracing::subscriber::set_global_default` or `with_default`; `runner` does so for `trace = PATH`.
-/// The file is complete when it is dropped. `jq -s add trace*.json` merges the files of the ranks
-/// of a machine.
+/// `tracing::subscriber::set_global_default` or `with_default`; `runner` does so for `trace =
+/// PATH`. The file is complete when it is dropped. `jq -s add trace*.json` merges the files of the
+/// ranks of a machine.
 ///
 /// It writes all spans and events of level `DEBUG` and above, and the calls of `collective`.
 pub struct ChromeTrace {

@@ -8,9 +8,9 @@ use collective::init::Accelerator;
 /// CUDA devices, or of NPUs if there are none; `npu` for the number of NPUs; `auto` for `gpu` if
 /// there are devices and `cpu` otherwise.
 ///
-/// The devices are those that `CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES` show, otherwise
-/// all that have a file of their driver. A GPU that is divided by MIG counts once for each compute
-/// instance. WSL has one file for all GPUs of NVIDIA, which counts as one.
+/// The devices are those that `CUDA_VISIBLE_DEVICES` and `ASCEND_RT_VISIBLE_DEVICES` show,
+/// otherwise all that have a file of their driver. A GPU that is divided by MIG counts once for
+/// each compute instance. WSL has one file for all GPUs of NVIDIA, which counts as one.
 ///
 /// # Errors
 ///

@@ -119,16 +119,9 @@ fn all_errors_are_reported_at_once() {
     }
 }
 
-/// Every key that messages list as valid, of the configuration and of its tables.
-#[test]
-fn null_means_absent_for_every_key() {
-    let dir = tempfile::tempdir().unwrap();
-    let check = |config: &str| {
-        std::fs::write(dir.path().join("c.json"), config).unwrap();
-        let output = run(dir.path(), "", &["check", "c.json"], &[]);
-        (output.status.success(), stderr(&output))
-    };
-    let good = serde_json::json!({
+/// A configuration with each table that has keys of its own.
+fn with_each_table() -> serde_json::Value {
+    serde_json::json!({
         "model": { "type": "Mlp", "in_features": 64, "num_classes": 10 },
         "optim_wrapper": { "optimizer": { "type": "SGD", "lr": 0.1 }, "paramwise_cfg": {} },
         "train_cfg": { "by_epoch": true, "max_epochs": 2 },
@@ -136,7 +129,21 @@ fn null_means_absent_for_every_key() {
         "env_cfg": { "dist_cfg": {} }, "log_processor": {}, "randomness": {},
         "default_hooks": { "checkpoint": { "type": "CheckpointHook" } },
         "model_wrapper_cfg": {}, "visualizer": {}
-    });
+    })
+}
+
+/// Whether `runner check` accepts a configuration, and what it says.
+fn check(config: &str) -> (bool, String) {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("c.json"), config).unwrap();
+    let output = run(dir.path(), "", &["check", "c.json"], &[]);
+    (output.status.success(), stderr(&output))
+}
+
+/// Every key that messages list as valid, of the configuration and of its tables.
+#[test]
+fn null_means_absent_for_every_key() {
+    let good = with_each_table();
     for path in [
         "",
         "/model",
@@ -169,6 +176,11 @@ fn null_means_absent_for_every_key() {
         let (right, said) = check(&config.to_string());
         assert!(right, "{path}: {said}\n{config}");
     }
+}
+
+#[test]
+fn null_in_a_dump_of_mmengine_or_under_a_misspelt_key() {
+    let good = with_each_table();
     // Of MMEngine's dump.
     let mut config = good.clone();
     let nulls = ["test_dataloader", "test_evaluator", "test_cfg", "val_evaluator", "default_scope"];

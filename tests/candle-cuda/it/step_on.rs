@@ -92,7 +92,8 @@ fn run(
     with: impl Fn(TrainerBuilder) -> TrainerBuilder,
 ) -> (Left, Trainer, Vec<usize>) {
     let (vars, net) = model(device).unwrap();
-    let builder = Trainer::builder(&vars).clip(Clip::norm(0.5));
+    // The check calls the closure four times more.
+    let builder = Trainer::builder(&vars).clip(Clip::norm(0.5)).check_gradients(false);
     let builder = with(builder.schedule(|step| 1.0 / (step + 1) as f64));
     let mut train = builder.build(AdamWHyper { lr: 1e-2, ..AdamWHyper::default() }).unwrap();
     let (mut losses, mut outcomes, mut norms) = (Vec::new(), Vec::new(), Vec::new());
@@ -150,6 +151,17 @@ fn same(
     assert_eq!(calls[..EAGER], [1; EAGER]);
     assert_eq!(calls.last(), Some(&0), "{calls:?}");
     (graph.outcomes, report(&train))
+}
+
+#[test]
+fn graphs_follow_a_first_step_whose_gradients_are_checked() {
+    let device = cuda_device(0).unwrap();
+    let (plain, ..) = run(&device, Steps::default(), graphs(true));
+    let check = |builder| graphs(true)(builder).check_gradients(true);
+    let (checked, train, calls) = run(&device, Steps::default(), check);
+    assert_eq!(checked, plain);
+    assert_eq!((calls[0], calls.last()), (5, Some(&0)));
+    assert!(report(&train).contains(WHOLE), "{}", report(&train));
 }
 
 #[test]

@@ -342,8 +342,8 @@ impl Resumable {
         self.is_stopped
     }
 
-    /// Ends the run after `values` values given to [`keep_best`](Self::keep_best) in a row that are
-    /// not above the best one. Default: it never ends early.
+    /// Ends the run, with a save, after `values` values given to [`keep_best`](Self::keep_best) in a
+    /// row that are not above the best one. Default: it never ends early.
     #[must_use]
     #[doc(alias = "EarlyStopping")]
     pub const fn patience(mut self, values: usize) -> Self {
@@ -355,7 +355,8 @@ impl Resumable {
     /// returns whether it is higher. Then also saves to [`best_path`](Self::best_path). Rank 0's
     /// value counts; a NaN is never the best. A second value after the same step, as of a
     /// validation that a resumed run repeats, does not count. For a metric that has to fall, such
-    /// as a loss, give its negation.
+    /// as a loss, give its negation. In a run of [steps](Trainer::resumable_steps) that accumulates,
+    /// call it when `step.outcome` is [`Outcome::Updated`](crate::Outcome::Updated).
     ///
     /// ```no_run
     /// # use candle_train::{Resumable, Trainer};
@@ -487,15 +488,19 @@ impl Resumable {
             return Err(Error::InvalidArgument(text.to_owned()));
         }
         let done = train.first()?.steps();
-        let is_last = matches!(self.end, End::Steps(steps) if done >= steps);
+        let is_last = match self.end {
+            End::Steps(steps) => done >= steps || self.has_no_patience() && !train.is_pending(),
+            End::Epochs(_) => false,
+        };
         let is_due = self.every.is_some_and(|every| self.unsaved >= every);
         if (is_due || is_last) && self.unsaved > 0 && !train.is_pending() {
             self.save_or_stop(train, self.epoch, is_last)?;
         }
-        if is_last || self.is_stopped || self.has_no_patience() {
+        if is_last || self.is_stopped {
             return Ok(None);
         }
         let batch = match self.end {
+            End::Epochs(_) if self.has_no_patience() => Ok(None),
             End::Epochs(_) => self.batches.as_mut().and_then(Iterator::next).transpose(),
             End::Steps(_) => self.next_of_all(train)?,
         };

@@ -15,7 +15,8 @@ const BAR_INTERVAL: Duration = Duration::from_millis(100);
 ///
 /// Every rank has one and makes the same calls; that of rank 0 writes. A full disk ends the files
 /// with a warning, not the training. Lines less than a tenth of a second apart are written
-/// together, so SIGKILL can lose those of the last tenth of a second.
+/// together, so SIGKILL can lose those of the last tenth of a second; [`flush`](Self::flush) before
+/// `std::process::exit`. With accumulation, ask for a step when it was taken, not for each batch.
 ///
 /// ```
 /// use train_log::TrainLog;
@@ -40,11 +41,11 @@ pub struct TrainLog {
     logger: Logger,
     /// None on other ranks than the first, and after a full disk.
     files: Option<Files>,
-    interval: usize,
-    total: Option<usize>,
+    interval: u64,
+    total: Option<u64>,
     /// The first step that was asked for, and the last line or evaluation.
-    first: Option<(Instant, usize)>,
-    last: Option<(Instant, usize)>,
+    first: Option<(Instant, u64)>,
+    last: Option<(Instant, u64)>,
     loss: Option<f64>,
     drawn: Option<Instant>,
     written: Instant,
@@ -124,14 +125,14 @@ impl TrainLog {
 
     /// Sets the number of steps between two lines, 10 by default; 0 counts as 1.
     #[must_use]
-    pub fn interval(mut self, steps: usize) -> Self {
+    pub fn interval(mut self, steps: u64) -> Self {
         self.interval = steps.max(1);
         self
     }
 
     /// Sets the number of steps of the run, for the remaining time and the progress bar.
     #[must_use]
-    pub fn total(mut self, steps: usize) -> Self {
+    pub fn total(mut self, steps: u64) -> Self {
         self.total = Some(steps);
         self
     }
@@ -139,7 +140,7 @@ impl TrainLog {
     /// Returns whether the step, counted from 1, has a line: every [`interval`](Self::interval)
     /// steps, and the last one of [`total`](Self::total). Draws the progress bar. To be called
     /// after each step; all ranks get the same answer.
-    pub fn is_due(&mut self, step: usize) -> bool {
+    pub fn is_due(&mut self, step: u64) -> bool {
         let now = Instant::now();
         self.first.get_or_insert((now, step));
         self.last.get_or_insert((now, step));
@@ -150,7 +151,8 @@ impl TrainLog {
             let loss = self.loss.map_or_else(String::new, |loss| format!("  loss {loss:.4}"));
             let eta =
                 self.eta(step).map_or_else(String::new, |eta| format!("  eta {}", clock(eta)));
-            self.logger.bar(&format!("{} {step}/{total}{loss}{eta}", bar(step, total)));
+            self.logger
+                .bar(&format!("{} {step}/{total}{loss}{eta}", bar(step as usize, total as usize)));
             self.drawn = Some(now);
         }
         step.is_multiple_of(self.interval) || self.total == Some(step)
@@ -162,9 +164,9 @@ impl TrainLog {
     /// # Errors
     ///
     /// If a file cannot be written, for any other reason than a full disk.
-    pub fn step(&mut self, step: usize, scalars: &[(&str, f64)]) -> Result<()> {
+    pub fn step(&mut self, step: u64, scalars: &[(&str, f64)]) -> Result<()> {
         let now = Instant::now();
-        let mean = |(since, first): &(Instant, usize)| {
+        let mean = |(since, first): &(Instant, u64)| {
             (step > *first).then(|| (now - *since).as_secs_f64() / (step - first) as f64)
         };
         let time = self.last.as_ref().and_then(mean).map(|time| ("time", time));
@@ -186,6 +188,7 @@ impl TrainLog {
             self.logger.progress(&line);
         }
         let all: Vec<_> = scalars.iter().copied().chain(time).collect();
+        let step = step as usize;
         self.write(&all, &[("iter", step)], step)?;
         if self.written.elapsed() < FLUSH_INTERVAL { Ok(()) } else { self.flush() }
     }
@@ -195,14 +198,14 @@ impl TrainLog {
     /// # Errors
     ///
     /// If a file cannot be written, for any other reason than a full disk.
-    pub fn evaluation(&mut self, split: &str, step: usize, metrics: &[(&str, f64)]) -> Result<()> {
+    pub fn evaluation(&mut self, split: &str, step: u64, metrics: &[(&str, f64)]) -> Result<()> {
         let mut line = format!("Iter({split}) [{}]", self.count(step));
         for (name, value) in metrics {
             add(&mut line, format_args!("  {name}: {value:.4}"));
         }
         self.logger.info(&line);
         self.last = Some((Instant::now(), step));
-        self.write(metrics, &[], step)?;
+        self.write(metrics, &[], step as usize)?;
         self.flush()
     }
 
@@ -238,7 +241,9 @@ impl TrainLog {
         match written {
             Err(error) if error.is_full() => {
                 self.files = None;
-                let text = format!("{error}; the training goes on without scalars");
+                let text = format!(
+                    "{error}; the training goes on without scalars, and may lose lines of its log"
+                );
                 self.logger.warning(&text);
                 Ok(())
             }
@@ -246,14 +251,14 @@ impl TrainLog {
         }
     }
 
-    fn count(&self, step: usize) -> String {
+    fn count(&self, step: u64) -> String {
         let Some(total) = self.total else { return step.to_string() };
         let width = total.to_string().len();
         format!("{step:>width$}/{total}")
     }
 
     /// The remaining time, by the mean time of a step since the first one.
-    fn eta(&self, step: usize) -> Option<Duration> {
+    fn eta(&self, step: u64) -> Option<Duration> {
         let ((since, first), total) = (self.first?, self.total?);
         let done = u32::try_from(step.checked_sub(first)?).ok().filter(|done| *done > 0)?;
         let left = u32::try_from(total.saturating_sub(step)).ok()?;
@@ -342,7 +347,7 @@ mod tests {
         drop(log);
         let (lines, scalars, _) = written(dir.path());
         assert!(lines.contains("WARNING - cannot write /dev/full: "), "{lines}");
-        assert!(lines.contains("the training goes on without scalars"), "{lines}");
+        assert!(lines.contains("the training goes on without scalars, and may"), "{lines}");
         assert!(lines.contains("Iter(train) [2]") && scalars.is_empty());
     }
 

@@ -9,7 +9,7 @@ use candle_ops::{cross_entropy, randn};
 use candle_train::train_data::{
     ArrayData, Batch, DataLoader, Stream, StreamLoader, StreamOptions, Workers,
 };
-use candle_train::{AdamWHyper, Parts, SgdHyper, Trainer, seeded};
+use candle_train::{AdamWHyper, Outcome, Parts, SgdHyper, Trainer, seeded};
 use collective::ProcessGroup;
 
 use super::resume::Rows;
@@ -316,6 +316,32 @@ fn the_best_epoch_is_kept_and_patience_ends_the_run_also_after_a_kill() {
         };
         assert_eq!((steps(&path), steps(&path.with_extension("best.safetensors"))), (10, 6));
     }
+}
+
+#[test]
+fn a_run_of_steps_that_patience_ends_is_saved() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run");
+    let run = |accumulate| {
+        let (vars, net) = start(1);
+        let train = Trainer::builder(&vars).accumulate(accumulate);
+        let mut train = train.build(AdamWHyper::default()).unwrap();
+        let run = train.resumable_steps(loader(&train, 16), &path, 100).unwrap();
+        let (start, mut run) = (train.steps(), run.every(50).patience(1));
+        while let Some(read) = run.next_batch(&mut train).unwrap() {
+            let (x, y) = of(&read, "row");
+            let step = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
+            if step.outcome == Outcome::Updated && train.steps() % 3 == 0 {
+                let value = -(train.steps() as f64);
+                run.keep_best(&mut train, value).unwrap();
+            }
+        }
+        (start, train.steps())
+    };
+    // The second value, after six steps, is not above the first one.
+    assert_eq!([run(1), run(1)], [(0, 6), (6, 6)]);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!([run(2), run(2)], [(0, 6), (6, 6)]);
 }
 
 #[test]

@@ -233,7 +233,11 @@ impl Layout {
         if text.is_empty() {
             return Ok(());
         }
-        Err(Error::Position(format!("its loader had {text}: set it as before, or begin anew")))
+        let is_batch = text.contains("batch_size");
+        let each = if is_batch { " (`batch_size` counts one rank's samples)" } else { "" };
+        Err(Error::Position(format!(
+            "its loader had {text}{each}: set it as before, or begin anew"
+        )))
     }
 }
 
@@ -369,7 +373,10 @@ mod tests {
         };
         for (position, says) in [
             (with(|l| l.sampler.len = 39), "its loader had samples 39, this loader 40: set it"),
-            (with(|l| l.batch_size = 5), "its loader had batch_size 5, this loader 4: "),
+            (
+                with(|l| l.batch_size = 5),
+                "its loader had batch_size 5, this loader 4 (`batch_size` counts one rank's samples): ",
+            ),
             (with(|l| l.drop_last = true), "its loader had drop_last true, this loader false: "),
             (with(|l| l.infinite = true), "its loader had infinite true, this loader false: "),
             (

@@ -96,7 +96,7 @@ pub use cuda_device::cuda_device;
 pub use data::{Fields, array, tensor};
 pub use error::{Error, Result};
 pub use fused_optim::{
-    self, AdadeltaHyper, AdamHyper, AdamWHyper, Clip, HyperParam, LambHyper, LionHyper,
+    self, AdadeltaHyper, AdamHyper, AdamWHyper, Clip, ClipNorm, HyperParam, LambHyper, LionHyper,
     RmsPropHyper, ScheduleFreeAdamWHyper, SgdHyper, WeightAverage,
 };
 #[cfg(feature = "cuda")]

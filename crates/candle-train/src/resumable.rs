@@ -342,8 +342,8 @@ impl Resumable {
         self.is_stopped
     }
 
-    /// Ends the run, with a save, after `values` values given to [`keep_best`](Self::keep_best) in a
-    /// row that are not above the best one. Default: it never ends early.
+    /// Ends the run, with a save, after `values` values given to [`keep_best`](Self::keep_best) in
+    /// a row that are not above the best one. Default: it never ends early.
     #[must_use]
     #[doc(alias = "EarlyStopping")]
     pub const fn patience(mut self, values: usize) -> Self {
@@ -355,8 +355,8 @@ impl Resumable {
     /// returns whether it is higher. Then also saves to [`best_path`](Self::best_path). Rank 0's
     /// value counts; a NaN is never the best. A second value after the same step, as of a
     /// validation that a resumed run repeats, does not count. For a metric that has to fall, such
-    /// as a loss, give its negation. In a run of [steps](Trainer::resumable_steps) that accumulates,
-    /// call it when `step.outcome` is [`Outcome::Updated`](crate::Outcome::Updated).
+    /// as a loss, give its negation. In a run of [steps](Trainer::resumable_steps) that
+    /// accumulates, call it when `step.outcome` is [`Outcome::Updated`](crate::Outcome::Updated).
     ///
     /// ```no_run
     /// # use candle_train::{Resumable, Trainer};

@@ -331,7 +331,7 @@ fn a_run_of_steps_that_patience_ends_is_saved() {
         while let Some(read) = run.next_batch(&mut train).unwrap() {
             let (x, y) = of(&read, "row");
             let step = train.step(|| cross_entropy(&net.forward(&x)?, &y)).unwrap();
-            if step.outcome == Outcome::Updated && train.steps() % 3 == 0 {
+            if step.outcome == Outcome::Updated && train.steps().is_multiple_of(3) {
                 let value = -(train.steps() as f64);
                 run.keep_best(&mut train, value).unwrap();
             }

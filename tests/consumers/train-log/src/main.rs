@@ -3,7 +3,7 @@
 use train_log::TrainLog;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let rank = 0; // of this process, `train.rank()`: all make the same calls, that of rank 0 writes
+    let rank = 0; // candle-train's `train.rank()`: all ranks make the same calls, rank 0 writes
     let mut log = TrainLog::create("work_dirs/line", "line", rank)?.tensorboard()?.total(200);
     let (mut w, lr) = (0.0, 0.1);
     for step in 1..=200 {

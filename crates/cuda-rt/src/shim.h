@@ -3,13 +3,14 @@
 // A grid's blocks run one after another, in an order drawn from a seed. A block's threads are
 // fibers; at each barrier or shuffle the next fiber is drawn, too. The launch reports faults: an
 // access outside of the memory that the test has registered, a misaligned access, a barrier that
-// not all threads reach.
+// not all threads reach. The launch counts the bytes that it reads and writes.
 
 #include <csetjmp>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <ucontext.h>
+#include <unordered_map>
 #include <vector>
 
 typedef unsigned char u8;
@@ -52,6 +53,10 @@ thread_local u32 votes;
 thread_local u64 state;
 thread_local char fault[200];
 thread_local std::vector<u64> lent; // the test's memory: begin, end, begin, end, ...
+// Bytes that the launch has read, and written: each counts once, as if caches held all. Accesses
+// through pointers of C++, such as those to partial sums, do not count.
+thread_local u64 moved[2];
+thread_local std::unordered_map<u64, u64> touched[2]; // 64 bytes each, by number
 thread_local void (*body)(const void*);
 thread_local const void* job;
 
@@ -130,6 +135,7 @@ inline const char* launch(void (*kernel)(const void*), const void* of, u32 block
   lent.assign(ranges, ranges + range_count);
   state = seed * 0x9e3779b97f4a7c15ull | 1;
   fault[0] = 0, body = kernel, job = of, grid.x = blocks;
+  for (u32 i = 0; i < 2; i++) moved[i] = 0, touched[i].clear();
   // New fibers for each launch, since a fault leaves fibers unfinished.
   make_fibers(threads);
   all = Barrier();
@@ -147,8 +153,15 @@ inline const char* launch(void (*kernel)(const void*), const void* of, u32 block
   return fault[0] ? fault : nullptr;
 }
 
+inline void count(u64 at, u32 bytes, bool written) {
+  const u64 own = ((1ull << bytes) - 1) << at % 64;
+  u64& seen = touched[written][at / 64];
+  moved[written] += (u64)__builtin_popcountll(own & ~seen);
+  seen |= own;
+}
+
 /// Returns the host address, or reports a fault and returns null.
-inline char* access(u64 at, u32 bytes) {
+inline char* access(u64 at, u32 bytes, bool written) {
   if (at % bytes) return report("a misaligned access", at), nullptr;
   size_t low = 0, high = lent.size() / 2;
   while (low < high) {
@@ -158,17 +171,18 @@ inline char* access(u64 at, u32 bytes) {
   }
   if (low == lent.size() / 2 || at < lent[2 * low] || at + bytes > lent[2 * low + 1])
     return report("an access outside of memory", at), nullptr;
+  count(at, bytes, written);
   return (char*)at;
 }
 
 template <class T>
 inline void load(T* to, u64 at, u32 bytes) {
-  char* from = access(at, bytes);
+  char* from = access(at, bytes, false);
   if (from) memcpy(to, from, bytes);
   else memset(to, 0, bytes);
 }
 inline void store(u64 at, const void* from, u32 bytes) {
-  if (char* to = access(at, bytes)) memcpy(to, from, bytes);
+  if (char* to = access(at, bytes, true)) memcpy(to, from, bytes);
 }
 
 } // namespace shim

@@ -45,6 +45,7 @@ struct Argument { unsigned size, kind; };
 struct Module {
   string path;
   Launcher launch;
+  const unsigned long long *(*moved)();
   unsigned (*size)(const char *);
   int (*arguments)(const char *, const Argument **);
   const char *(*run)(const char *, void **, const unsigned *, unsigned);
@@ -55,6 +56,14 @@ struct Function {
 };
 static std::map<std::pair<string, int>, unsigned> &grids = *new std::map<std::pair<string, int>, unsigned>;
 static thread_local std::map<string, uint64_t> launched, launches;
+// Bytes that kernels launched by this thread have read, and written: counted in the streams' threads.
+using Moved = std::array<std::atomic<uint64_t>, 2>;
+static thread_local std::map<string, std::shared_ptr<Moved>> moved;
+static std::shared_ptr<Moved> moved_by(const string &kernel) {
+  std::shared_ptr<Moved> &of = moved[kernel];
+  if (!of) of = std::make_shared<Moved>();
+  return of;
+}
 
 // Frees in stream order: only earlier work may use the memory.
 static int release(Stream *s, uintptr_t at) {
@@ -301,12 +310,13 @@ int cuModuleLoadData(void **module, const void *image) {
   int driver = 0;
   cuDriverGetVersion(&driver);
   if (atoi(text.c_str() + end) > driver) return 222;
-  Module *made = new Module{text.substr(11, end - 11), nullptr, nullptr, nullptr, nullptr};
+  Module *made = new Module{text.substr(11, end - 11), nullptr, nullptr, nullptr, nullptr, nullptr};
   *module = made;
   if (made->path == "none") return 0;
   void *library = dlopen(made->path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) violation(dlerror());
   made->launch = Launcher(dlsym(library, "fake_launch"));
+  made->moved = decltype(made->moved)(dlsym(library, "fake_moved"));
   made->size = decltype(made->size)(dlsym(library, "fake_size"));
   made->arguments = decltype(made->arguments)(dlsym(library, "fake_arguments"));
   made->run = decltype(made->run)(dlsym(library, "fake_run"));
@@ -348,11 +358,13 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
   std::vector<unsigned long long> then;
   std::vector<Access> accesses = touched_by(job, captured);
   if (captured) then = lent();
+  std::shared_ptr<Moved> bytes = moved_by(function->name);
   stream_of(stream)->push([=] {
     std::vector<unsigned long long> ranges = captured ? then : lent();
     const char *fault = function->module->launch(function->name.c_str(), job.data(), x, number,
                                                  ranges.data(), ranges.size());
     if (fault) violation("kernel " + function->name + ": " + fault);
+    for (int i = 0; i < 2; i++) (*bytes)[i] += function->module->moved()[i];
   }, accesses);
   return 0;
 }
@@ -360,6 +372,8 @@ int cuLaunchKernel(void *of, unsigned x, unsigned y, unsigned z, unsigned a, uns
 uint64_t fake_gpu_blocks(const char *kernel) { return launched[kernel]; }
 // Number of launches of a kernel, also of candle's, by this thread.
 uint64_t fake_gpu_launches(const char *kernel) { return launches[kernel]; }
+// Number of bytes that a kernel of ours, launched by this thread, has read, or written: of launches that are done.
+uint64_t fake_gpu_moved(const char *kernel, int written) { return (*moved_by(kernel))[written]; }
 
 // Number of blocks of the kernel's last launch on a device.
 unsigned fake_grid(const char *kernel, int device) {
@@ -388,6 +402,7 @@ static string launchers(const string &source) {
          "                                   const u64* ranges, u32 count) {\n"
          "  void (*body)(const void*) = nullptr;\n" + launches +
          "  return shim::launch(body, job, blocks, THREADS, seed, ranges, count);\n}\n"
+         "extern \"C\" const u64* fake_moved() { return shim::moved; }\n"
          "extern \"C\" u32 fake_size(const char* kernel) {\n" + sizes + "  return 0;\n}\n";
 }
 

@@ -335,6 +335,8 @@ const CHUNK: usize = 1024;
 const FOLDED: usize = 8;
 
 #[cfg(test)]
+mod bytes_tests;
+#[cfg(test)]
 mod channels_last_tests;
 #[cfg(test)]
 mod composed_tests;

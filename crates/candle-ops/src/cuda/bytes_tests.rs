@@ -1,11 +1,15 @@
-//! Tests of the bytes that kernels read and write, by the counts of the fake GPU.
+//! Tests of the bytes that kernels read and write, by the counts of the fake GPU; and that kernels
+//! which save bytes have the bits of those that they replace.
 
-use candle_core::{DType, Device, Result, Tensor};
+use std::sync::Arc;
+
+use amp::Autocast;
+use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::Kernels;
 use super::tests::{kernels, of_the_fake, run_on, with_kernels};
-use crate::tests::values;
-use crate::{add, relu};
+use crate::tests::{flat, values};
+use crate::{add, autocast, gelu, layer_norm, linear, record, relu};
 
 /// Bytes that a kernel, launched by this thread, has read and written, each once per launch; `None`
 /// on a real GPU. Waits for the launches.
@@ -38,6 +42,12 @@ pub(super) fn assert_bytes<R>(
     result
 }
 
+/// The bits of all tensors; those of NaN in any form are equal.
+pub(super) fn bits(tensors: &[Tensor]) -> Vec<Vec<u32>> {
+    let of = |x: f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
+    tensors.iter().map(|t| flat(t).into_iter().map(of).collect()).collect()
+}
+
 #[test]
 fn elementwise_kernels_move_each_tensor_once() {
     let kernels = kernels();
@@ -55,4 +65,84 @@ fn elementwise_kernels_move_each_tensor_once() {
             with_kernels(&kernels, || run_on(&device, &inputs, &op))
         });
     }
+}
+
+/// The results of `op` and its gradients on a tape, by f32 variables and a gradient of ones.
+fn on_tape(
+    kernels: &Arc<Kernels>,
+    inputs: &[Tensor],
+    op: impl Fn(&[Tensor]) -> Result<Tensor>,
+) -> Vec<Tensor> {
+    let device = Device::Cuda(kernels.device.clone());
+    let vars: Vec<_> =
+        inputs.iter().map(|t| Var::from_tensor(&t.to_device(&device).unwrap()).unwrap()).collect();
+    let tensors: Vec<_> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    with_kernels(kernels, || {
+        let (y, tape) = record(|| op(&tensors));
+        let y = y.unwrap();
+        let gradients = tape.backward(&y).unwrap();
+        let gradients = vars.iter().map(|var| gradients.get(var).unwrap().clone());
+        std::iter::once(y.detach()).chain(gradients).collect()
+    })
+}
+
+/// Layer norm with what autocast casts for the next product: as one kernel, and as a norm in f32
+/// and casts. Rows that 1, 2, 4 and 8 warps hold, and longer ones; the result used once, by two
+/// products, by a sum in f32, and by operators of candle's.
+#[test]
+fn layer_norms_under_autocast_write_halves_and_have_the_bits_of_casts() {
+    let kernels = kernels();
+    let sizes = [(19, 196), (9, 259), (7, 512), (5, 777), (4, 2048), (3, 2051)];
+    for (i, (rows, width)) in sizes.into_iter().enumerate() {
+        let policy = Autocast::cuda();
+        let policy = if i % 2 == 0 { policy.with_f16() } else { policy.with_bf16() };
+        let mut x = flat(&values("x", &[rows, width]));
+        if rows == 9 {
+            // Rows of NaN.
+            (x[0], x[width]) = (f32::NAN, f32::INFINITY);
+        }
+        let x = Tensor::from_vec(x, (rows, width), &Device::Cpu).unwrap();
+        let weight = values("weight", &[width, width]);
+        let inputs = [x, values("gamma", &[width]), values("beta", &[width]), weight];
+        for uses in 0..4 {
+            let run = |is_fused: bool| {
+                on_tape(&kernels, &inputs, |t| {
+                    let norm = || layer_norm(&t[0], &t[1], &t[2], 1e-5);
+                    let y = if is_fused { autocast(&policy, norm)? } else { norm()? };
+                    let product = || autocast(&policy, || linear(&y, &t[3], None));
+                    match uses {
+                        0 => product(),
+                        1 => add(&product()?, &gelu(&product()?)?),
+                        2 => add(&product()?, &y),
+                        _ => add(&product()?, &(y.t()? * 2.0)?.t()?),
+                    }
+                })
+            };
+            assert_eq!(bits(&run(true)), bits(&run(false)), "{rows} x {width}, {uses}");
+        }
+    }
+}
+
+#[test]
+fn layer_norms_under_autocast_move_no_bytes_for_casts() {
+    let kernels = kernels();
+    let (rows, width) = (70, 256);
+    let n = rows * width;
+    let inputs = [&[rows, width][..], &[width], &[width], &[width, width]];
+    let inputs: Vec<_> = inputs.iter().map(|shape| values("x", shape)).collect();
+    let parameters = [4 * width, 8 * rows];
+    let wanted = [
+        // With the weight alone cast.
+        ("cast_from_f32", [4 * width * width, 2 * width * width]),
+        ("cast_to_f32", [0, 0]),
+        ("layer_norm_wide", [4 * n + 2 * parameters[0], 6 * n + parameters[1]]),
+        ("layer_norm_wide_backward", [6 * n + parameters[0] + parameters[1], 4 * n]),
+    ];
+    assert_bytes(&kernels, &wanted, || {
+        on_tape(&kernels, &inputs, |t| {
+            autocast(&Autocast::cuda(), || {
+                linear(&layer_norm(&t[0], &t[1], &t[2], 1e-5)?, &t[3], None)
+            })
+        })
+    });
 }

@@ -95,7 +95,7 @@ jobs! {
     TransposeJob { x: u64, y: u64, count: u32, rows: u32, columns: u32, unused: u32, }
     SoftmaxJob { x: u64, y: u64, dy: u64, rows: u32, count: u32, seen: u32, team: u32, }
     LayerNormJob {
-        x: u64, y: u64, dy: u64, dx: u64, gamma: u64, beta: u64, lines: u64, part: u64,
+        x: u64, y: u64, half: u64, dy: u64, dx: u64, gamma: u64, beta: u64, lines: u64, part: u64,
         rows: u32, count: u32, eps: f32, team: u32,
     }
     ColumnSumsJob {

@@ -20,6 +20,7 @@ fn limits(kernel: &'static str, arch: i32) -> Limits {
         // Gathers, and rows of any alignment.
         "col2im" | "max_pool" | "max_pool_backward" | "fold_columns" => (false, false),
         "layer_norm" | "layer_norm_backward" | "softmax" | "softmax_backward" => (false, false),
+        "layer_norm_wide" | "layer_norm_wide_backward" => (false, false),
         "cross_entropy" | "cross_entropy_backward" => (false, false),
         // Indices, and one column per thread.
         "ends_of_ids" | "embedding_backward" => (false, false),

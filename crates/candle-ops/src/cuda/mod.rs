@@ -160,6 +160,8 @@ kernels! {
     softmax_backward
     layer_norm
     layer_norm_backward
+    layer_norm_wide
+    layer_norm_wide_backward
     column_sums
     fold_columns
     cross_entropy

@@ -1,6 +1,6 @@
 //! Adds the result of a kernel to candle's graph, with its backward pass.
 
-use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 use parking_lot::Mutex;
 
 use super::Output;
@@ -24,6 +24,8 @@ pub(super) struct Node<B> {
     name: &'static str,
     /// Layout of images; `None` for other results.
     order: Option<Order>,
+    /// A type of gradients besides that of the result.
+    half: Option<DType>,
     y: Mutex<Option<(CudaStorage, Shape)>>,
     backward: B,
 }
@@ -34,7 +36,17 @@ pub(super) fn node<const N: usize, B: Backward<N>>(
     y: Output,
     backward: B,
 ) -> Node<B> {
-    Node { name, order: None, y: Mutex::new(Some((y.storage, y.shape))), backward }
+    node_taking(name, y, None, backward)
+}
+
+/// A node whose gradient may have another type than its result; see `tape::casts::prepare`.
+pub(super) fn node_taking<const N: usize, B: Backward<N>>(
+    name: &'static str,
+    y: Output,
+    half: Option<DType>,
+    backward: B,
+) -> Node<B> {
+    Node { name, order: None, half, y: Mutex::new(Some((y.storage, y.shape))), backward }
 }
 
 /// A node with images in this layout.
@@ -44,7 +56,8 @@ pub(super) fn node_of<const N: usize, B: Backward<N>>(
     order: Order,
     backward: B,
 ) -> Node<B> {
-    Node { name, order: Some(order), y: Mutex::new(Some((y.storage, y.shape))), backward }
+    let half = None;
+    Node { name, order: Some(order), half, y: Mutex::new(Some((y.storage, y.shape))), backward }
 }
 
 impl<const N: usize, B: Backward<N>> Differentiable<N> for Node<B> {
@@ -69,7 +82,8 @@ impl<const N: usize, B: Backward<N>> Differentiable<N> for Node<B> {
         y: &Tensor,
         dy: &Tensor,
     ) -> Result<[Option<Tensor>; N]> {
-        if (dy.dtype(), dy.shape()) != (y.dtype(), y.shape()) {
+        let fits = dy.dtype() == y.dtype() || Some(dy.dtype()) == self.half;
+        if !fits || dy.shape() != y.shape() {
             bail!("{}: a gradient {dy:?} of a result {y:?}", self.name);
         }
         match self.order {

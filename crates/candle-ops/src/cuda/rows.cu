@@ -136,9 +136,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) softmax_backward(const 
 /// Layer normalisation; parameters are f32. Forward writes each row's mean and inverse deviation to
 /// `lines`, backward reads them. Backward of rows that a team holds writes the sums of `dy`, and of
 /// `dy` times the normalised `x`, by column and block to `part`; `column_sums` sums those of longer
-/// rows.
+/// rows. `half` is a copy of an f32 `y` for `layer_norm_wide`.
 struct LayerNormJob {
-  u64 x, y, dy, dx, gamma, beta, lines;
+  u64 x, y, half, dy, dx, gamma, beta, lines;
   double* part;
   u32 rows, count;
   float eps;
@@ -154,25 +154,28 @@ DEVICE void write_line(u64 lines, u32 row, Line line) {
   store_one<F32>(lines, 2 * (u64)row + 1, line.inverse);
 }
 
+template <class X, bool HALF>
 DEVICE void held_layer_norm(const LayerNormJob& job) {
   const Team team = {job.team};
   team.rows(job.rows, [&](u32 row) {
-    const u64 base = (u64)row * job.count, from = at(job.x, base), y = at(job.y, base);
-    const u32 count = row < job.rows ? job.count : 0;
+    // There are fewer than 2^31 elements.
+    const u32 base = row * job.count, count = row < job.rows ? job.count : 0;
     float x[HELD], sum = 0, squares = 0;
-    team.each(count, [&](u32 j, u32 i) { x[j] = load_one<T>(from, i); });
+    team.each(count, [&](u32 j, u32 i) { x[j] = load_one<X>(job.x, base + i); });
     team.each(count, [&](u32 j, u32) { sum += x[j]; });
     const float mean = team.sum(sum) / job.count;
     team.each(count, [&](u32 j, u32) { x[j] -= mean, squares += x[j] * x[j]; });
     const float inverse = 1 / sqrtf(team.sum(squares) / job.count + job.eps);
     team.each(count, [&](u32 j, u32 i) {
-      store_one<T>(y, i, x[j] * inverse * load_one<F32>(job.gamma, i) + load_one<F32>(job.beta, i));
+      const float own = x[j] * inverse * load_one<F32>(job.gamma, i) + load_one<F32>(job.beta, i);
+      store_one<X>(job.y, base + i, own);
+      if constexpr (HALF) store_one<T>(job.half, base + i, own);
     });
     if (row < job.rows && team.element(0) == 0) write_line(job.lines, row, {mean, inverse});
   });
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm(const LayerNormJob job) {
-  if (job.team) return held_layer_norm(job);
+  if (job.team) return held_layer_norm<T, false>(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 x = at(job.x, (u64)row * job.count), y = at(job.y, (u64)row * job.count);
     const float mean = sum_of_line(job.count, [&](u32 i) { return load_one<T>(x, i); }) / job.count;
@@ -189,6 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm(const LayerN
   }
 }
 
+/// Of f32 rows that a team holds, with a copy of the result for a product of halves.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm_wide(const LayerNormJob job) {
+  held_layer_norm<F32, true>(job);
+}
+
 /// The sum of each thread's `x` over the teams of the block, in the first team.
 DEVICE double sum_of_teams(const Team& team, float x) {
   __shared__ float all[THREADS];
@@ -199,15 +207,15 @@ DEVICE double sum_of_teams(const Team& team, float x) {
   for (u32 i = threadIdx.x; i < THREADS; i += team.threads()) sum += all[i];
   return sum;
 }
+template <class X, class Dy>
 DEVICE void held_layer_norm_backward(const LayerNormJob& job) {
   const Team team = {job.team};
   float sums[HELD] = {}, dots[HELD] = {};
   team.rows(job.rows, [&](u32 row) {
-    const u64 base = (u64)row * job.count, of = at(job.x, base), from = at(job.dy, base), dx = at(job.dx, base);
-    const u32 count = row < job.rows ? job.count : 0;
+    const u32 base = row * job.count, count = row < job.rows ? job.count : 0;
     const Line line = row < job.rows ? line_of(job.lines, row) : Line{};
     float x[HELD], dy[HELD], sum = 0, dot = 0;
-    team.each(count, [&](u32 j, u32 i) { x[j] = load_one<T>(of, i), dy[j] = load_one<T>(from, i); });
+    team.each(count, [&](u32 j, u32 i) { x[j] = load_one<X>(job.x, base + i), dy[j] = load_one<Dy>(job.dy, base + i); });
     team.each(count, [&](u32 j, u32 i) {
       x[j] = (x[j] - line.mean) * line.inverse;
       sums[j] += dy[j], dots[j] += dy[j] * x[j];
@@ -215,7 +223,9 @@ DEVICE void held_layer_norm_backward(const LayerNormJob& job) {
       sum += dy[j], dot += dy[j] * x[j];
     });
     const float average = team.sum(sum) / job.count, along = team.sum(dot) / job.count;
-    team.each(count, [&](u32 j, u32 i) { store_one<T>(dx, i, (dy[j] - average - x[j] * along) * line.inverse); });
+    team.each(count, [&](u32 j, u32 i) {
+      store_one<X>(job.dx, base + i, (dy[j] - average - x[j] * along) * line.inverse);
+    });
   });
   double* to = job.part + 2 * (u64)blockIdx.x * job.count;
 #pragma unroll
@@ -226,7 +236,7 @@ DEVICE void held_layer_norm_backward(const LayerNormJob& job) {
   }
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm_backward(const LayerNormJob job) {
-  if (job.team) return held_layer_norm_backward(job);
+  if (job.team) return held_layer_norm_backward<T, T>(job);
   for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
     const u64 base = (u64)row * job.count, x = at(job.x, base), dy = at(job.dy, base), dx = at(job.dx, base);
     const Line line = line_of(job.lines, row);
@@ -237,6 +247,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm_backward(con
     for (u32 i = lane(); i < job.count; i += WARP)
       store_one<T>(dx, i, (g(i) - average - normal(i) * along) * line.inverse);
   }
+}
+
+/// Of f32 rows that a team holds, with a gradient of halves.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) layer_norm_wide_backward(const LayerNormJob job) {
+  held_layer_norm_backward<F32, T>(job);
 }
 
 /// Sums of the columns of `dy`; and, if there is an `x`, of `dy` times the normalised `x`: those of

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use super::jobs::{ColumnSumsJob, FoldJob, LayerNormJob, LossJob, SoftmaxJob, u32_of};
-use super::node::node;
+use super::node::{node, node_taking};
 use super::{FOLDED, Kernel, Kernels, Output, THREADS, blocks_of_warps};
+use crate::autocast::half_of_products;
 use crate::graph::custom_op::{apply1, apply3};
+use crate::graph::tape::casts;
 
 /// Number of warps that keep a row in registers together; 0 for a longer row, which a warp reads
 /// again.
@@ -33,6 +35,8 @@ const HELD: usize = 8;
 /// Number of blocks of a kernel that sums over the rows: each returns partial sums.
 const PARTS: usize = 256;
 
+/// Under autocast an `f32` result is also written in half precision, for the product that takes it
+/// next, and a gradient of that type is read: without casts, and with their bits.
 pub(super) fn layer_norm(
     kernels: &Arc<Kernels>,
     x: &Tensor,
@@ -54,42 +58,66 @@ pub(super) fn layer_norm(
         team: u32_of(team.0),
         ..Default::default()
     };
+    let has_half = dtype == DType::F32 && team.0 > 0 && casts::is_recording();
+    let half = has_half.then(half_of_products).flatten();
     let y = kernels.empty(x.shape(), dtype)?;
+    let copy = half.map(|half| kernels.empty(x.shape(), half)).transpose()?;
     let lines = kernels.empty((rows, 2), DType::F32)?;
     let job = LayerNormJob {
         x: kernels.address(x)?,
         y: y.at,
+        half: copy.as_ref().map_or(0, |copy| copy.at),
         gamma: kernels.address(gamma)?,
         beta: kernels.address(beta)?,
         lines: lines.at,
         ..sizes
     };
+    let kernel = if half.is_some() { Kernel::layer_norm_wide } else { Kernel::layer_norm };
     // SAFETY: a `LayerNormJob` of the forward pass.
-    unsafe { kernels.launch(dtype, Kernel::layer_norm, team.blocks(rows), &job) }?;
+    unsafe { kernels.launch(half.unwrap_or(dtype), kernel, team.blocks(rows), &job) }?;
     let (kernels, lines) = (kernels.clone(), lines.tensor());
     let backward = move |[x, gamma, _]: [&Tensor; 3], _: &Tensor, dy: &Tensor| {
-        let dx = kernels.empty(x.shape(), dtype)?;
-        let is_held = team.0 > 0;
-        let blocks = if is_held { team.blocks(rows).min(PARTS) } else { blocks_of_warps(rows) };
-        let part = kernels.empty(if is_held { 2 * blocks * count } else { 1 }, DType::F64)?;
-        let job = LayerNormJob {
-            x: kernels.address(x)?,
-            dy: kernels.address(dy)?,
-            dx: dx.at,
-            gamma: kernels.address(gamma)?,
-            lines: kernels.address(&lines)?,
-            part: part.at,
-            ..sizes
-        };
-        // SAFETY: a `LayerNormJob` of the backward pass; `part` has sums for each block.
-        unsafe { kernels.launch(dtype, Kernel::layer_norm_backward, blocks, &job) }?;
-        let [dbeta, dgamma] = match is_held {
-            true => kernels.fold(&part, blocks, count, true)?,
-            false => kernels.sums(dy, count, Some((x, &lines)))?,
-        };
-        Ok([Some(dx.tensor()), dgamma, dbeta])
+        layer_norm_backward(&kernels, [x, gamma, &lines], dy, sizes)
     };
-    apply3(node("layer_norm", y, backward), [x, gamma, beta])
+    let y = apply3(node_taking("layer_norm", y, half, backward), [x, gamma, beta])?;
+    if let Some(copy) = copy {
+        let backward = |_: [&Tensor; 1], _: &Tensor, dy: &Tensor| Ok([Some(dy.clone())]);
+        casts::prepare(&y, || apply1(node("to_dtype", copy, backward), [&y]))?;
+    }
+    Ok(y)
+}
+
+/// `lines` are the rows' statistics; `dy` has the type of `x`, or is in half precision.
+fn layer_norm_backward(
+    kernels: &Kernels,
+    [x, gamma, lines]: [&Tensor; 3],
+    dy: &Tensor,
+    sizes: LayerNormJob,
+) -> Result<[Option<Tensor>; 3]> {
+    let (rows, count, team) = (sizes.rows as usize, sizes.count as usize, sizes.team as usize);
+    let dx = kernels.empty(x.shape(), x.dtype())?;
+    let is_held = team > 0;
+    let blocks = if is_held { Team(team).blocks(rows).min(PARTS) } else { blocks_of_warps(rows) };
+    let part = kernels.empty(if is_held { 2 * blocks * count } else { 1 }, DType::F64)?;
+    let job = LayerNormJob {
+        x: kernels.address(x)?,
+        dy: kernels.address(dy)?,
+        dx: dx.at,
+        gamma: kernels.address(gamma)?,
+        lines: kernels.address(lines)?,
+        part: part.at,
+        ..sizes
+    };
+    let is_wide = x.dtype() != dy.dtype();
+    let kernel =
+        if is_wide { Kernel::layer_norm_wide_backward } else { Kernel::layer_norm_backward };
+    // SAFETY: a `LayerNormJob` of the backward pass; `part` has sums for each block.
+    unsafe { kernels.launch(dy.dtype(), kernel, blocks, &job) }?;
+    let [dbeta, dgamma] = match is_held {
+        true => kernels.fold(&part, blocks, count, true)?,
+        false => kernels.sums(dy, count, Some((x, lines)))?,
+    };
+    Ok([Some(dx.tensor()), dgamma, dbeta])
 }
 
 pub(super) fn softmax(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {

@@ -16,7 +16,8 @@ use crate::tests::{distance, distance_within, flat, values};
 use crate::{
     AttentionOptions, BatchNormOptions, Context, Error, Normalization, Statistics, Window, add,
     add_relu, autocast, batch_norm, batch_norm_with, conv2d, cross_entropy, embedding, gelu,
-    global_avg_pool, layer_norm, linear, max_pool2d, nn, normalize, relu, self_attention, softmax,
+    global_avg_pool, layer_norm, linear, max_pool2d, nn, normalize, record, relu, self_attention,
+    softmax,
 };
 
 /// The kernels on the GPU, or on the fake one.
@@ -506,6 +507,12 @@ fn every_kernel_is_launched() {
         let policy = amp::Autocast::cuda();
         let product = || autocast(&policy, || softmax(&linear(&matrix, &matrix, None)?));
         with_kernels(&kernels, product).unwrap();
+        let row = Var::ones(35, DType::F32, &device).unwrap();
+        let product = || linear(&layer_norm(&matrix, &row, &row, 1e-5)?, &matrix, None);
+        with_kernels(&kernels, || {
+            let (y, tape) = record(|| autocast(&policy, product));
+            tape.backward(&y.unwrap()).unwrap()
+        });
         let inputs = [values("x", &[4, 5, 12]), values("weight", &[12, 12]), values("bias", &[12])];
         assert_alike(&kernels, "transformer", &inputs, |t| {
             let x = layer_norm(&linear(&t[0], &t[1], Some(&t[2]))?, &t[2], &t[2], 1e-5)?;

@@ -33,6 +33,7 @@ use candle_core::{
 };
 use parking_lot::Mutex;
 
+use crate::autocast::promote;
 use crate::graph::custom_op::{Differentiable, channels_last, channels_second};
 use crate::graph::device;
 
@@ -525,9 +526,15 @@ impl Pass {
     }
 }
 
-/// Channels-last, if both are.
+/// Channels-last, if both are; of two types in the wider one.
 fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let plain = |a: &Tensor, b: &Tensor| device::add([a, b])?.map_or_else(|| a + b, Ok);
+    let plain = |a: &Tensor, b: &Tensor| match device::add([a, b])? {
+        Some(sum) => Ok(sum),
+        None => {
+            let [a, b] = promote([a.clone(), b.clone()])?;
+            a + b
+        }
+    };
     match (channels_last(a), channels_last(b)) {
         (Some(a), Some(b)) => channels_second(&plain(&a, &b)?),
         _ => plain(a, b),

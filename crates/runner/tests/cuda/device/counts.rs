@@ -352,18 +352,17 @@ fn gpt_in_mixed_precision_casts_neither_logits_nor_gradients_of_weights() {
     let batch = Batch::new().with("inputs", tokens(7)).with("labels", tokens(11));
     let layers = 12;
     let expected = [
-        // Weights, including the token embedding, and biases; results of the norms; gradients of
-        // sums in the residual stream.
-        (c"cast_from_f32", 8 * layers + 1 + 2 * layers + 1 + 2 * layers),
-        // Gradients of the norms' results.
-        (c"cast_to_f32", 2 * layers + 1),
+        // Weights, including the token embedding, and biases; gradients of sums in the residual
+        // stream. No results of the norms, nor their gradients.
+        (c"cast_from_f32", 8 * layers + 1 + 2 * layers),
+        (c"cast_to_f32", 0),
         (c"add_bias", 0),
         (c"a product with a bias", 4 * layers),
         // Gradients of the biases, and of the positions, which are added to each sample.
         (c"column_sums", 4 * layers + 1),
         (c"add_rows", 1),
-        (c"layer_norm", 2 * layers + 1),
-        (c"layer_norm_backward", 2 * layers + 1),
+        (c"layer_norm_wide", 2 * layers + 1),
+        (c"layer_norm_wide_backward", 2 * layers + 1),
         (c"gelu", layers),
         (c"gelu_backward", layers),
         (c"add_to_f32", 2 * layers),
@@ -443,14 +442,14 @@ fn transformer_in_mixed_precision_casts_less_than_pytorch() {
     step();
     let layers = layers as i32;
     let products = 4 * layers + 2;
-    // To f16: weights, biases, results of the norms, gradients of sums in the residual stream, the
-    // input of the head, the images. To f32: gradients of the norms' results, the embedded patches,
-    // and the input of the head again.
-    let to_f16 = 2 * products + 4 * layers + 3;
-    let to_f32 = 2 * layers + 2;
+    // To f16: weights, biases, gradients of sums in the residual stream, the input of the head, the
+    // images. To f32: the embedded patches, and the input of the head again.
+    let to_f16 = 2 * products + 2 * layers + 3;
+    let to_f32 = 2;
     // Column sums are gradients of biases and of the positions.
     assert_eq!(step(), [to_f16, to_f32, 0, products, products + 1]);
-    // PyTorch also casts the gradients of weights and biases.
+    // PyTorch also casts results of the norms and their gradients, and gradients of weights and
+    // biases.
     assert!(to_f16 + to_f32 < 2 * 2 * products + 6 * layers);
 }
 

@@ -75,6 +75,9 @@ DEVICE void store2(u64 at, u16 x) {
   if constexpr (KEEP) asm volatile("st.global.u16 [%1], %0;" :: "h"(x), "l"(at) : "memory");
   else asm volatile("st.global.cs.u16 [%1], %0;" :: "h"(x), "l"(at) : "memory");
 }
+DEVICE void store1(u64 at, u32 x) {
+  asm volatile("st.global.cs.u8 [%1], %0;" :: "r"(x), "l"(at) : "memory");
+}
 
 /// Widens a half that is not NaN.
 DEVICE float f16_to_f32(u16 h) {

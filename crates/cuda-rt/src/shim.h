@@ -196,6 +196,7 @@ template <bool KEEP = false> inline void store16(u64 at, const u32* w) { shim::s
 template <bool KEEP = false> inline void store8(u64 at, const u32* w) { shim::store(at, w, 8); }
 template <bool KEEP = false> inline void store4(u64 at, u32 w) { shim::store(at, &w, 4); }
 template <bool KEEP = false> inline void store2(u64 at, u16 w) { shim::store(at, &w, 2); }
+inline void store1(u64 at, u32 w) { shim::store(at, &w, 1); }
 
 inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
 inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }

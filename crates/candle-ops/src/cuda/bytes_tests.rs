@@ -7,9 +7,12 @@ use amp::Autocast;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::Kernels;
-use super::tests::{kernels, of_the_fake, run_on, with_kernels};
+use super::tests::{TYPES, kernels, of_the_fake, run_on, with_kernels};
 use crate::tests::{flat, values};
-use crate::{add, autocast, gelu, layer_norm, linear, record, relu};
+use crate::{
+    BatchNormOptions, Statistics, add, autocast, batch_norm, batch_norm_with, gelu, layer_norm,
+    linear, record, relu,
+};
 
 /// Bytes that a kernel, launched by this thread, has read and written, each once per launch; `None`
 /// on a real GPU. Waits for the launches.
@@ -145,4 +148,74 @@ fn layer_norms_under_autocast_move_no_bytes_for_casts() {
             })
         })
     });
+}
+
+/// The same images, channels-last, in the graph.
+fn last(x: &Tensor) -> Result<Tensor> {
+    x.permute((0, 2, 3, 1))?.contiguous()?.permute((0, 3, 1, 2))
+}
+
+/// A norm of channels-last images and its ReLU, which keeps a bit of each element, beside a ReLU of
+/// its own, which reads its result: channels in packs of each type, and others.
+#[test]
+fn norms_with_a_relu_have_the_bits_of_norms_and_relus() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    for (i, channels) in [8, 24, 72, 12, 13].into_iter().enumerate() {
+        let mut x = flat(&values("x", &[3, channels, 5, 7]));
+        // The first image's channels begin with what a ReLU may get; the smallest number of f16
+        // becomes 0 by a weight below 1/2.
+        let special = [0.0, -0.0, 6e-8, -6e-8, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
+        if i % 2 == 0 {
+            x.iter_mut().zip(special).for_each(|(x, special)| *x = special);
+        }
+        let x = Tensor::from_vec(x, (3, channels, 5, 7), &Device::Cpu).unwrap();
+        let parameters = [(values("gamma", &[channels]) * 0.1).unwrap(), values("b", &[channels])];
+        for dtype in TYPES {
+            let inputs = [x.clone(), parameters[0].clone(), (&parameters[1] * 0.0).unwrap()];
+            let inputs = inputs.map(|t| t.to_dtype(dtype).unwrap());
+            for given in [false, true] {
+                let run = |is_fused: bool| {
+                    let options = BatchNormOptions { eps: 1e-5, relu: is_fused };
+                    let op = |t: &[Tensor]| {
+                        let zeros = Tensor::zeros(channels, DType::F32, &device)?;
+                        let of = Statistics { mean: zeros.clone(), var: (zeros + 1.0)? };
+                        let x = last(&t[0])?;
+                        let y = match given {
+                            true => batch_norm_with(&x, &t[1], &t[2], &of, options)?,
+                            false => batch_norm(&x, &t[1], &t[2], options)?.0,
+                        };
+                        if is_fused { Ok(y) } else { relu(&y) }
+                    };
+                    with_kernels(&kernels, || run_on(&device, &inputs, &op))
+                };
+                assert_eq!(bits(&run(true)), bits(&run(false)), "{channels} in {dtype:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn norms_read_a_bit_of_each_relu_backward() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    let (images, channels, side) = (2, 64, 16);
+    let n = images * channels * side * side;
+    let inputs = [&[images, channels, side, side][..], &[channels], &[channels]];
+    let inputs = inputs.map(|shape| values("x", shape));
+    // In f32 a byte is that of four elements.
+    for (dtype, size, packs) in [(DType::F16, 2, n / 8), (DType::F32, 4, n / 4)] {
+        let inputs = inputs.clone().map(|t| t.to_dtype(dtype).unwrap());
+        let wanted = [
+            // Besides parameters and statistics of each channel.
+            ("normalize_last", [n * size + 4 * 4 * channels, n * size + packs]),
+            ("norm_sums_last", [2 * n * size + packs + 4 * channels, 0]),
+            ("norm_backward_last", [2 * n * size + packs + 5 * 4 * channels, n * size]),
+        ];
+        let options = BatchNormOptions { eps: 1e-5, relu: true };
+        assert_bytes(&kernels, &wanted, || {
+            let op = |t: &[Tensor]| Ok(batch_norm(&last(&t[0])?, &t[1], &t[2], options)?.0);
+            with_kernels(&kernels, || run_on(&device, &inputs, &op))
+        });
+    }
 }

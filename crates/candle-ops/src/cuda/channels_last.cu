@@ -209,21 +209,41 @@ DEVICE void normalize_rows(const NormJob& job) {
       if (job.relu) v[k][j] = relu_of(v[k][j]);
     }
     store(job.y, i, MANY, v[k]);
+    if (MANY == 1 || !job.bits) return;
+    // Of NaN and positive numbers, as they are written.
+    u32 bits = 0;
+#pragma unroll
+    for (u32 j = 0; j < MANY; j++) bits |= (T::narrow(v[k][j]) ? 1u : 0u) << j;
+    store1(job.bits + i / WIDE, bits);
   });
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize_last(const NormJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) normalize_last(const NormJob job) {
   if (is_wide(job.x | job.y, job.channels)) normalize_rows<WIDE>(job);
   else normalize_rows<1>(job);
 }
 
-template <u32 MANY, bool RELU>
+/// How to know whether a ReLU passes an element's gradient on: there is no ReLU, by the result, or
+/// by `bits`.
+enum Passes { ALWAYS, BY_RESULT, BY_BITS };
+
+/// The gradient before the ReLU, if there is one.
+template <u32 MANY, Passes PASSES>
+DEVICE void load_passed(float (&dy)[WIDE], const NormJob& job, u64 i) {
+  if constexpr (PASSES != BY_BITS) return load_gradient(dy, job, i, MANY, PASSES == BY_RESULT);
+  load(dy, job.dy, i, MANY);
+  const u32 bits = load1(job.bits + i / WIDE) >> (MANY == 1 ? i % WIDE : 0);
+#pragma unroll
+  for (u32 j = 0; j < MANY; j++) dy[j] = bits >> j & 1 ? dy[j] : 0;
+}
+
+template <u32 MANY, Passes PASSES>
 DEVICE void sums_of_rows(const NormJob& job) {
   const Tile<MANY> tile(job);
   float sum[MANY] = {}, dot[MANY] = {}, mean[MANY];
 #pragma unroll
   for (u32 j = 0; j < MANY; j++) mean[j] = load_one<F32>(job.mean, tile.channel + j);
   float x[2][WIDE], dy[2][WIDE];
-  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_gradient(dy[k], job, i, MANY, RELU); };
+  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_passed<MANY, PASSES>(dy[k], job, i); };
   tile.template each<2>(job, read, [&](u32 k, u64) {
 #pragma unroll
     for (u32 j = 0; j < MANY; j++) sum[j] += dy[k][j], dot[j] += dy[k][j] * (x[k][j] - mean[j]);
@@ -235,14 +255,20 @@ DEVICE void sums_of_rows(const NormJob& job) {
   fold_rows(job, tile, 1, dots);
 }
 
-/// The sums of `dy` and of `dy * (x - mean)` of each channel's part.
-extern "C" __global__ void __launch_bounds__(THREADS, 3) norm_sums_last(const NormJob job) {
-  if (!is_wide(job.x | job.dy | job.y, job.channels))
-    return job.relu ? sums_of_rows<1, true>(job) : sums_of_rows<1, false>(job);
-  job.relu ? sums_of_rows<WIDE, true>(job) : sums_of_rows<WIDE, false>(job);
+template <u32 MANY>
+DEVICE void sums_of_rows(const NormJob& job) {
+  if (job.bits) sums_of_rows<MANY, BY_BITS>(job);
+  else if (job.relu) sums_of_rows<MANY, BY_RESULT>(job);
+  else sums_of_rows<MANY, ALWAYS>(job);
 }
 
-template <u32 MANY, bool RELU>
+/// The sums of `dy` and of `dy * (x - mean)` of each channel's part.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) norm_sums_last(const NormJob job) {
+  if (is_wide(job.x | job.dy | job.y, job.channels)) sums_of_rows<WIDE>(job);
+  else sums_of_rows<1>(job);
+}
+
+template <u32 MANY, Passes PASSES>
 DEVICE void backward_of_rows(const NormJob& job) {
   const Tile<MANY> tile(job);
   float mean[MANY], a[MANY], b[MANY], shift[MANY];
@@ -255,17 +281,22 @@ DEVICE void backward_of_rows(const NormJob& job) {
     b[j] = job.along ? -a[j] * inverse * inverse * load_one<F32>(job.along, 2 * c + 1) : 0;
   }
   float x[2][WIDE], dy[2][WIDE];
-  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_gradient(dy[k], job, i, MANY, RELU); };
+  const auto read = [&](u32 k, u64 i) { load(x[k], job.x, i, MANY), load_passed<MANY, PASSES>(dy[k], job, i); };
   tile.template each<2>(job, read, [&](u32 k, u64 i) {
 #pragma unroll
     for (u32 j = 0; j < MANY; j++) x[k][j] = dy[k][j] * a[j] + (x[k][j] - mean[j]) * b[j] + shift[j];
     store(job.dx, i, MANY, x[k]);
   });
 }
+template <u32 MANY>
+DEVICE void backward_of_rows(const NormJob& job) {
+  if (job.bits) backward_of_rows<MANY, BY_BITS>(job);
+  else if (job.relu) backward_of_rows<MANY, BY_RESULT>(job);
+  else backward_of_rows<MANY, ALWAYS>(job);
+}
 extern "C" __global__ void __launch_bounds__(THREADS, 3) norm_backward_last(const NormJob job) {
-  if (!is_wide(job.x | job.dy | job.dx | job.y, job.channels))
-    return job.relu ? backward_of_rows<1, true>(job) : backward_of_rows<1, false>(job);
-  job.relu ? backward_of_rows<WIDE, true>(job) : backward_of_rows<WIDE, false>(job);
+  if (is_wide(job.x | job.dy | job.dx | job.y, job.channels)) backward_of_rows<WIDE>(job);
+  else backward_of_rows<1>(job);
 }
 
 /// A moving average: `running += momentum * (factor * batch - running)` of means, with a factor of

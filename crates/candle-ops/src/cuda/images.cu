@@ -106,6 +106,9 @@ struct NormJob {
   /// Gradients of the parameters, or 0. `along`: for each channel, the gradient through the
   /// statistics.
   u64 dgamma, dbeta, along;
+  /// A bit for each element of a ReLU's result that is not 0 or below, a byte for each pack of
+  /// channels-last images; or 0.
+  u64 bits;
   /// Two numbers for each part of a channel.
   double* part;
   /// Number of finished blocks; 0 before and after a launch.

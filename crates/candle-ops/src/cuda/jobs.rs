@@ -79,7 +79,7 @@ jobs! {
     }
     NormJob {
         x: u64, y: u64, dy: u64, dx: u64, gamma: u64, beta: u64, mean: u64, var: u64,
-        dgamma: u64, dbeta: u64, along: u64, part: u64, arrived: u64,
+        dgamma: u64, dbeta: u64, along: u64, bits: u64, part: u64, arrived: u64,
         images: u32, channels: u32, pixels: u32, parts: u32, eps: f32, relu: u32,
     }
     TrackJob {

@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor};
 use super::channels_last::Order;
 use super::jobs::{NormJob, TrackJob, u32_of};
 use super::node::node_of;
-use super::{FOLDED, Kernel, Kernels, blocks_of_warps, chunks_of};
+use super::{FOLDED, Kernel, Kernels, Output, blocks_of_warps, chunks_of};
 use crate::graph::custom_op::apply3;
 use crate::sizes::{BatchNormOptions, Planes, Statistics};
 
@@ -34,9 +34,13 @@ pub(super) fn batch_norm(
         None => norm.measure(own)?,
     };
     let y = kernels.empty(own.shape(), x.dtype())?;
+    let at = kernels.address(own)?;
+    let is_tracked = [x, gamma, beta].iter().any(|t| t.track_op());
+    let bits = if is_tracked { norm.bits(at | y.at)? } else { None };
     let job = NormJob {
-        x: kernels.address(own)?,
+        x: at,
         y: y.at,
+        bits: bits.as_ref().map_or(0, |bits| bits.at),
         gamma: kernels.address(gamma)?,
         beta: kernels.address(beta)?,
         mean: kernels.address(&statistics.mean)?,
@@ -45,10 +49,13 @@ pub(super) fn batch_norm(
     };
     // SAFETY: all tensors that `normalize` uses, contiguous and of these extents.
     unsafe { norm.each([Kernel::normalize, Kernel::normalize_last], &job) }?;
-    let (kept, of_batch) = (statistics.clone(), given.is_none());
-    let backward = move |inputs: [&Tensor; 3], y: &Tensor, dy: &Tensor| {
-        norm.backward(inputs, y, dy, &kept, of_batch)
+    let kept = Kept {
+        statistics: statistics.clone(),
+        of_batch: given.is_none(),
+        bits: bits.map(Output::tensor),
     };
+    let backward =
+        move |inputs: [&Tensor; 3], y: &Tensor, dy: &Tensor| norm.backward(inputs, y, dy, &kept);
     Ok((apply3(node_of("batch_norm", y, order, backward), [x, gamma, beta])?, statistics))
 }
 
@@ -100,6 +107,15 @@ struct Norm {
     order: Order,
 }
 
+/// What the backward pass needs of the forward pass.
+struct Kept {
+    statistics: Statistics,
+    of_batch: bool,
+    /// A bit for each element that is not 0 or below, after a ReLU: the backward pass would read
+    /// the elements twice.
+    bits: Option<Tensor>,
+}
+
 impl Norm {
     fn new(
         kernels: &Arc<Kernels>,
@@ -136,15 +152,25 @@ impl Norm {
         Ok(Statistics { mean: mean.tensor(), var: var.tensor() })
     }
 
+    /// Memory for the bits of a ReLU's results, if each thread has packs of channels: for
+    /// addresses, or-ed together, that allow it.
+    fn bits(&self, addresses: u64) -> Result<Option<Output>> {
+        let Planes { images, channels, pixels } = self.planes;
+        let pack = 16 / self.dtype.size_in_bytes();
+        let fits = addresses.is_multiple_of(16) && channels.is_multiple_of(pack);
+        let packs = images * pixels * channels / pack;
+        let has_bits = self.options.relu && self.order == Order::Last && fits;
+        has_bits.then(|| self.kernels.empty(packs, DType::U8)).transpose()
+    }
+
     fn backward(
         &self,
         [x, gamma, _]: [&Tensor; 3],
         y: &Tensor,
         dy: &Tensor,
-        statistics: &Statistics,
-        of_batch: bool,
+        kept: &Kept,
     ) -> Result<[Option<Tensor>; 3]> {
-        let kernels = &self.kernels;
+        let (kernels, statistics) = (&self.kernels, &kept.statistics);
         let [dgamma, dbeta] = [(); 2].map(|()| kernels.empty(self.planes.channels, DType::F32));
         let (dgamma, dbeta) = (dgamma?, dbeta?);
         let along = kernels.empty((self.planes.channels, 2), DType::F32)?;
@@ -154,7 +180,8 @@ impl Norm {
         let dx = kernels.empty(x.shape(), self.dtype)?;
         let job = NormJob {
             x: kernels.address(&x)?,
-            y: if self.options.relu { kernels.address(&y)? } else { 0 },
+            y: if self.options.relu && kept.bits.is_none() { kernels.address(&y)? } else { 0 },
+            bits: kept.bits.as_ref().map_or(Ok(0), |bits| kernels.address(bits))?,
             dy: kernels.address(&dy)?,
             dx: dx.at,
             gamma: kernels.address(gamma)?,
@@ -168,7 +195,7 @@ impl Norm {
         };
         // SAFETY: all tensors that `norm_sums` uses.
         unsafe { self.add_up([Kernel::norm_sums, Kernel::norm_sums_last], &job) }?;
-        let job = NormJob { along: if of_batch { along.at } else { 0 }, ..job };
+        let job = NormJob { along: if kept.of_batch { along.at } else { 0 }, ..job };
         // SAFETY: all tensors that `norm_backward` uses.
         unsafe { self.each([Kernel::norm_backward, Kernel::norm_backward_last], &job) }?;
         Ok([Some(dx.seen(self.order)?), Some(dgamma.tensor()), Some(dbeta.tensor())])

@@ -219,3 +219,32 @@ fn norms_read_a_bit_of_each_relu_backward() {
         });
     }
 }
+
+/// Two blocks of a transformer: gradients of biases by sums that the backward passes of GELU and of
+/// the residual sums leave, and, where a reshape lies between, by reading the gradients again. With
+/// one part of the rows and several, one tile of columns and several, and rows not in packs.
+#[test]
+fn sums_left_for_biases_have_the_bits_of_sums_of_columns() {
+    let kernels = kernels();
+    for (rows, width, hidden) in [(5, 8, 24), (700, 16, 264), (150, 264, 40), (70, 8, 301)] {
+        let shapes = [&[rows, width][..], &[hidden, width], &[hidden], &[width, hidden], &[width]];
+        let mut inputs: Vec<_> = shapes.iter().map(|shape| values("x", shape)).collect();
+        inputs[0] = (&inputs[0] * 3.0).unwrap();
+        for policy in [Autocast::cuda().with_f16(), Autocast::cuda().with_bf16()] {
+            let run = |is_left: bool| {
+                let through = |t: Tensor| if is_left { Ok(t) } else { t.unsqueeze(0)?.squeeze(0) };
+                let block = |x: &Tensor, t: &[Tensor]| {
+                    let y = gelu(&through(linear(x, &t[1], Some(&t[2]))?)?)?;
+                    add(x, &through(linear(&y, &t[3], Some(&t[4]))?)?)
+                };
+                on_tape(&kernels, &inputs, |t| autocast(&policy, || block(&block(&t[0], t)?, t)))
+            };
+            // The last sum's gradient of a width of packs, and that of GELU.
+            let reads = if hidden % 8 == 0 { 0 } else { 2 * 2 * rows * hidden };
+            let left = assert_bytes(&kernels, &[("column_sums", [reads, 0])], || run(true));
+            let reads = 2 * 2 * rows * (hidden + width);
+            let read = assert_bytes(&kernels, &[("column_sums", [reads, 0])], || run(false));
+            assert_eq!(bits(&left), bits(&read), "{rows} x {width}, {hidden}, {policy:?}");
+        }
+    }
+}

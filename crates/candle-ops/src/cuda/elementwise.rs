@@ -27,7 +27,11 @@ pub(super) fn gelu(kernels: &Arc<Kernels>, x: &Tensor) -> Result<Tensor> {
     let y = kernels.map(Kernel::gelu, [x, x])?;
     let kernels = kernels.clone();
     let backward = move |[x]: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
-        Ok([Some(kernels.map(Kernel::gelu_backward, [x, dy])?.tensor())])
+        let dx = match kernels.summed(Kernel::gelu_backward_sums, [x, dy], x.dtype())? {
+            Some(dx) => dx,
+            None => kernels.map(Kernel::gelu_backward, [x, dy])?.tensor(),
+        };
+        Ok([Some(dx)])
     };
     apply1(node("gelu", y, backward), [x])
 }
@@ -100,7 +104,10 @@ pub(super) fn add_to_f32(kernels: &Arc<Kernels>, wide: &Tensor, half: &Tensor) -
     unsafe { kernels.launch(half.dtype(), Kernel::add_to_f32, blocks_of_threads(count), &job) }?;
     let kernels = kernels.clone();
     let backward = move |[_, half]: [&Tensor; 2], _: &Tensor, dy: &Tensor| {
-        let narrow = || Ok::<_, candle_core::Error>(kernels.converted(dy, half.dtype())?.tensor());
+        let narrow = || match kernels.summed(Kernel::cast_from_f32_sums, [dy, dy], half.dtype())? {
+            Some(narrow) => Ok(narrow),
+            None => Ok::<_, candle_core::Error>(kernels.converted(dy, half.dtype())?.tensor()),
+        };
         Ok([Some(dy.clone()), half.track_op().then(narrow).transpose()?])
     };
     apply2(node("add", y, backward), [wide, half])

@@ -102,6 +102,11 @@ jobs! {
         x: u64, dy: u64, lines: u64, part: u64,
         rows: u32, count: u32, parts: u32, unused: u32,
     }
+    /// `y = f(a, b)` for rows of `count` elements, and sums of the columns of `y`.
+    SummedJob {
+        a: u64, b: u64, y: u64, part: u64,
+        rows: u32, count: u32, parts: u32, unused: u32,
+    }
     FoldJob { part: u64, sum: u64, dot: u64, count: u32, parts: u32, }
     LossJob {
         x: u64, labels: u64, y: u64, dy: u64, dx: u64, lines: u64, part: u64, arrived: u64,

@@ -40,6 +40,7 @@ fn limits(kernel: &'static str, arch: i32) -> Limits {
     // In flight together.
     let loads_at_once = match kernel {
         "column_sums" | "cast_from_f32" | "cast_to_f32" => 4,
+        "gelu_backward_sums" | "cast_from_f32_sums" => 2,
         _ => 0,
     };
     Limits { kernel, registers, wide_loads, wide_stores, loads_at_once }

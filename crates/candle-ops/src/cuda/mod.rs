@@ -163,6 +163,8 @@ kernels! {
     layer_norm_wide
     layer_norm_wide_backward
     column_sums
+    gelu_backward_sums
+    cast_from_f32_sums
     fold_columns
     cross_entropy
     cross_entropy_backward

@@ -308,6 +308,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) column_sums(const Colum
   if (job.x) write_tile(dots, packed, to + job.count, columns);
 }
 
+/// `y = f(a, b)` of rows in packs, and the sums of its columns, as `column_sums` has them.
+struct SummedJob { u64 a, b, y; double* part; u32 rows, count, parts, unused; };
+
+template <class A, bool TWO, class F>
+DEVICE void map_columns(const SummedJob& job, F f) {
+  constexpr u32 TILE = WARP * WIDE, AT_ONCE = 2;
+  const u32 tile = blockIdx.x / job.parts, part = blockIdx.x - tile * job.parts, from = tile * TILE;
+  const u32 columns = job.count - from < TILE ? job.count - from : TILE, own = lane() * WIDE;
+  const u32 step = THREADS / WARP * job.parts, end = own < columns ? job.rows : 0;
+  const auto place = [&](u32 row) { return (u64)row * job.count + from + own; };
+  float sums[WIDE] = {};
+  for (u32 row = part * (THREADS / WARP) + threadIdx.x / WARP; row < end; row += AT_ONCE * step) {
+    Pack<A, WIDE> a[AT_ONCE];
+    Pack<T, WIDE> b[AT_ONCE];
+    // All packs are loaded before the first is stored.
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; k++) {
+      if (row + k * step >= end) continue;
+      a[k].load(a[k].at(job.a, place(row + k * step)));
+      if constexpr (TWO) b[k].load(b[k].at(job.b, place(row + k * step)));
+    }
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; k++) {
+      if (row + k * step >= end) continue;
+#pragma unroll
+      for (u32 j = 0; j < WIDE; j++) {
+        b[k].x[j] = T::narrow(f(A::widen(a[k].x[j]), TWO ? T::widen(b[k].x[j]) : 0));
+        sums[j] += T::widen(b[k].x[j]);
+      }
+      b[k].store(b[k].at(job.y, place(row + k * step)));
+    }
+  }
+  write_tile(sums, true, job.part + (u64)part * job.count + from, columns);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 4) gelu_backward_sums(const SummedJob job) {
+  map_columns<T, true>(job, [](float x, float dy) { return dy * gelu_of(x).slope; });
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 4) cast_from_f32_sums(const SummedJob job) {
+  map_columns<F32, false>(job, [](float x, float) { return x; });
+}
+
 /// Adds up the parts' numbers, `count` for `sum` and, if there is a `dot`, as many for that; f32.
 struct FoldJob { const double* part; u64 sum, dot; u32 count, parts; };
 

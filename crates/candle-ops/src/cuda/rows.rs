@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::jobs::{ColumnSumsJob, FoldJob, LayerNormJob, LossJob, SoftmaxJob, u32_of};
+use super::jobs::{ColumnSumsJob, FoldJob, LayerNormJob, LossJob, SoftmaxJob, SummedJob, u32_of};
 use super::node::{node, node_taking};
 use super::{FOLDED, Kernel, Kernels, Output, THREADS, blocks_of_warps};
 use crate::autocast::half_of_products;
 use crate::graph::custom_op::{apply1, apply3};
-use crate::graph::tape::casts;
+use crate::graph::tape::{beside, casts};
 
 /// Number of warps that keep a row in registers together; 0 for a longer row, which a warp reads
 /// again.
@@ -114,7 +114,7 @@ fn layer_norm_backward(
     // SAFETY: a `LayerNormJob` of the backward pass; `part` has sums for each block.
     unsafe { kernels.launch(dy.dtype(), kernel, blocks, &job) }?;
     let [dbeta, dgamma] = match is_held {
-        true => kernels.fold(&part, blocks, count, true)?,
+        true => kernels.fold(part.at, blocks, count, true)?,
         false => kernels.sums(dy, count, Some((x, lines)))?,
     };
     Ok([Some(dx.tensor()), dgamma, dbeta])
@@ -225,10 +225,53 @@ pub(super) fn cross_entropy(
 }
 
 impl Kernels {
-    /// Sums of the `count` columns of `dy`, `f32`.
+    /// Sums of the `count` columns of `dy`, `f32`: those that the operator has left that computed
+    /// `dy` last, with the same bits, or by reading `dy`.
     pub(super) fn column_sums(&self, dy: &Tensor, count: usize) -> Result<Tensor> {
-        let [sum, _] = self.sums(dy, count, None)?;
+        let left = beside::take(dy).and_then(|part| Some((part.dims2().ok()?.0, part)));
+        let [sum, _] = match left.filter(|(_, part)| part.dims()[1] == count) {
+            Some((parts, part)) => self.fold(self.address(&part)?, parts, count, false)?,
+            None => self.sums(dy, count, None)?,
+        };
         Ok(sum.expect("there is always a sum"))
+    }
+
+    /// A gradient that `kernel`, which takes a `SummedJob`, computes from one tensor or two. Leaves
+    /// the sums of its columns for the next operator of a tape's backward pass: the gradient of its
+    /// bias. `None` without such a pass, or if the rows are not in packs.
+    pub(super) fn summed(
+        &self,
+        kernel: Kernel,
+        [a, b]: [&Tensor; 2],
+        dtype: DType,
+    ) -> Result<Option<Tensor>> {
+        let (count, pack) = (a.dims().last().copied().unwrap_or(1), 16 / dtype.size_in_bytes());
+        if !beside::is_taken() || !count.is_multiple_of(pack) {
+            return Ok(None);
+        }
+        let (a_at, b_at) = (self.address(a)?, self.address(b)?);
+        let y = self.empty(a.shape(), dtype)?;
+        if !(a_at | b_at | y.at).is_multiple_of(16) {
+            return Ok(None);
+        }
+        let rows = a.elem_count() / count;
+        let (tiles, parts) = tiles_and_parts(rows, count, dtype);
+        let part = self.empty((parts, count), DType::F64)?;
+        let job = SummedJob {
+            a: a_at,
+            b: b_at,
+            y: y.at,
+            part: part.at,
+            rows: u32_of(rows),
+            count: u32_of(count),
+            parts: u32_of(parts),
+            unused: 0,
+        };
+        // SAFETY: a `SummedJob` of rows in packs; `part` has numbers for each part of the rows.
+        unsafe { self.launch(dtype, kernel, tiles * parts, &job) }?;
+        let y = y.tensor();
+        beside::leave(&y, part.tensor());
+        Ok(Some(y))
     }
 
     /// Sums of the columns of `dy`; and of `dy` times the normalized `x`, from the statistics that
@@ -240,8 +283,7 @@ impl Kernels {
         normal: Option<(&Tensor, &Tensor)>,
     ) -> Result<[Option<Tensor>; 2]> {
         let rows = dy.elem_count() / count;
-        let tiles = count.div_ceil(32 * 16 / dy.dtype().size_in_bytes());
-        let parts = (2 * PARTS / tiles).min(rows / 64).max(1);
+        let (tiles, parts) = tiles_and_parts(rows, count, dy.dtype());
         let all = if normal.is_some() { 2 * count } else { count };
         let part = self.empty((parts, all), DType::F64)?;
         let (x, lines) = match normal {
@@ -260,13 +302,13 @@ impl Kernels {
         };
         // SAFETY: a `ColumnSumsJob`; `part` has numbers for each part of the rows.
         unsafe { self.launch(dy.dtype(), Kernel::column_sums, tiles * parts, &job) }?;
-        self.fold(&part, parts, count, normal.is_some())
+        self.fold(part.at, parts, count, normal.is_some())
     }
 
     /// Sums `parts` times `count` partial sums, and a second set of them, if given.
     fn fold(
         &self,
-        part: &Output,
+        part: u64,
         parts: usize,
         count: usize,
         two: bool,
@@ -274,7 +316,7 @@ impl Kernels {
         let sum = self.empty(count, DType::F32)?;
         let dot = two.then(|| self.empty(count, DType::F32)).transpose()?;
         let job = FoldJob {
-            part: part.at,
+            part,
             sum: sum.at,
             dot: dot.as_ref().map_or(0, |dot| dot.at),
             count: u32_of(count),
@@ -285,4 +327,10 @@ impl Kernels {
         unsafe { self.launch(DType::F32, Kernel::fold_columns, columns.div_ceil(FOLDED), &job) }?;
         Ok([Some(sum.tensor()), dot.map(Output::tensor)])
     }
+}
+
+/// Numbers of tiles of columns, and of parts of the rows, for sums of columns.
+fn tiles_and_parts(rows: usize, count: usize, dtype: DType) -> (usize, usize) {
+    let tiles = count.div_ceil(32 * 16 / dtype.size_in_bytes());
+    (tiles, (2 * PARTS / tiles).min(rows / 64).max(1))
 }

@@ -507,10 +507,14 @@ fn every_kernel_is_launched() {
         let policy = amp::Autocast::cuda();
         let product = || autocast(&policy, || softmax(&linear(&matrix, &matrix, None)?));
         with_kernels(&kernels, product).unwrap();
-        let row = Var::ones(35, DType::F32, &device).unwrap();
-        let product = || linear(&layer_norm(&matrix, &row, &row, 1e-5)?, &matrix, None);
+        let [square, row] =
+            [&[40, 40][..], &[40]].map(|shape| Var::ones(shape, DType::F32, &device).unwrap());
+        let block = || {
+            let y = layer_norm(&square, &row, &row, 1e-5)?;
+            add(&square, &gelu(&linear(&y, &square, Some(&row))?)?)
+        };
         with_kernels(&kernels, || {
-            let (y, tape) = record(|| autocast(&policy, product));
+            let (y, tape) = record(|| autocast(&policy, block));
             tape.backward(&y.unwrap()).unwrap()
         });
         let inputs = [values("x", &[4, 5, 12]), values("weight", &[12, 12]), values("bias", &[12])];

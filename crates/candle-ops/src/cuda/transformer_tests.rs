@@ -89,17 +89,18 @@ fn step(device: &Device, kernels: Option<&Arc<Kernels>>) -> Vec<Tensor> {
 fn a_step_under_autocast_is_the_cpus_with_few_casts() {
     let kernels = kernels();
     let device = Device::Cuda(kernels.device.clone());
-    let names = ["cast_from_f32", "cast_to_f32", "badd_f32", "badd_f16"];
+    let names = ["cast_from_f32", "cast_from_f32_sums", "cast_to_f32", "badd_f32", "badd_f16"];
     let count = || names.map(own_launches);
     let before = count();
     let gpu = step(&device, Some(&kernels));
     let casts = count().into_iter().zip(before).map(|(after, before)| Some(after? - before?));
     let casts: Option<Vec<_>> = casts.collect();
     let layers = LAYERS as u64;
-    // To f16: weights and biases, gradients of the sums, the head's input. To f32: the gradient of
-    // the head's input. PyTorch also casts results of the norms and their gradients, and gradients
-    // of weights and biases. candle adds nothing: it would add the gradient of a reshape to zeros.
-    let wanted = [(8 + 2) * layers + 2 + 1, 1, 0, 0];
+    // To f16: weights and biases, the head's input; gradients of the sums, with sums for biases. To
+    // f32: the gradient of the head's input. PyTorch also casts results of the norms and their
+    // gradients, and gradients of weights and biases. candle adds nothing: it would add the
+    // gradient of a reshape to zeros.
+    let wanted = [8 * layers + 2 + 1, 2 * layers, 1, 0, 0];
     assert!(casts.as_ref().is_none_or(|casts| *casts == wanted), "{casts:?}, not {wanted:?}");
     for (i, (gpu, cpu)) in gpu.iter().zip(step(&Device::Cpu, None)).enumerate() {
         assert_eq!((gpu.dtype(), gpu.dims()), (cpu.dtype(), cpu.dims()), "tensor {i}");

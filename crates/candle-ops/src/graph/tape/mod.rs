@@ -364,6 +364,8 @@ impl Tape {
             uses,
             made: std::mem::take(&mut self.made),
             waiting: HashMap::new(),
+            #[cfg(feature = "cuda")]
+            beside: None,
             ready: Box::new(ready),
         };
         let _pass = Restored::set(&PASS, pass);
@@ -484,6 +486,9 @@ struct Pass {
     made: HashMap<TensorId, TensorId>,
     /// Gradients of results and of ends of stretches, and incomplete gradients of leaves.
     waiting: HashMap<TensorId, Tensor>,
+    /// What was left beside a gradient.
+    #[cfg(feature = "cuda")]
+    beside: Option<(TensorId, Tensor)>,
     ready: Box<Ready>,
 }
 
@@ -559,6 +564,8 @@ impl<T> Drop for Restored<T> {
     }
 }
 
+#[cfg(feature = "cuda")]
+pub(crate) mod beside;
 pub(crate) mod casts;
 mod sources;
 #[cfg(test)]

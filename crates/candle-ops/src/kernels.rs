@@ -11,8 +11,8 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 
 use crate::sizes::{
-    AttentionSizes, BatchNormOptions, Grouped, LinearSizes, PackedSizes, Planes, Statistics,
-    Windows,
+    AttentionSizes, BatchNormOptions, Grouped, LinearSizes, NormBy, PackedSizes, Planes, Running,
+    Statistics, Windows,
 };
 
 /// Kernels for tensors on a device, forward and backward. Results are nodes of candle's graph or of
@@ -72,24 +72,17 @@ pub(crate) trait DeviceKernels: Any + fmt::Debug + Send + Sync {
         sizes: Grouped,
     ) -> Result<Option<Tensor>>;
 
-    /// With the given statistics or those of the batch, which are returned.
+    /// Returns the statistics, too.
     fn batch_norm(
         self: Arc<Self>,
         inputs: [&Tensor; 3],
-        given: Option<&Statistics>,
+        by: NormBy<'_>,
         options: BatchNormOptions,
         planes: Planes,
     ) -> Result<(Tensor, Statistics)>;
 
-    /// Updates running statistics in place: `running += momentum * (batch - running)`, with the
-    /// batch's variances multiplied by `factor`.
-    fn track(
-        &self,
-        running: &Statistics,
-        batch: &Statistics,
-        momentum: f32,
-        factor: f32,
-    ) -> Result<()>;
+    /// Updates running statistics.
+    fn track(&self, running: Running<'_>, batch: &Statistics) -> Result<()>;
 
     fn layer_norm(
         self: Arc<Self>,

@@ -111,6 +111,23 @@ pub struct Statistics {
     pub var: Tensor,
 }
 
+/// Running statistics, updated in place by those of a batch: `running += momentum * (batch -
+/// running)`, with the batch's variances multiplied by `factor`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Running<'a> {
+    pub(crate) of: &'a Statistics,
+    pub(crate) momentum: f64,
+    pub(crate) factor: f32,
+}
+
+/// Statistics by which images are normalized.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum NormBy<'a> {
+    Given(&'a Statistics),
+    /// Those of the batch, which may update running ones.
+    Batch(Option<Running<'a>>),
+}
+
 /// Options of [`batch_norm`](crate::batch_norm()).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BatchNormOptions {

@@ -167,6 +167,13 @@ DEVICE void fold_parts(double (&sums)[N], u32 parts, Add add) {
     for (u32 n = 0; n < N; n++) sums[n] += all[n][warp][threadIdx.x];
 }
 
+/// A moving average: `running += momentum * (factor * batch - running)` of means, with a factor of
+/// 1, and of variances.
+DEVICE void follow(u64 running, u32 c, float batch, float factor, float momentum) {
+  const float old = load_one<F32>(running, c);
+  store_one<F32>(running, c, old + (batch * factor - old) * momentum);
+}
+
 /// Folds the parts of each channel to the results of `moments`, or of `norm_sums` with a gradient.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_parts_last(const NormJob job) {
   const u32 c = blockIdx.x * OWN + threadIdx.x % OWN;
@@ -184,9 +191,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_parts_last(const N
     store_one<F32>(job.along, 2 * c, (float)mean);
     store_one<F32>(job.along, 2 * c + 1, (float)(b / count));
   } else {
-    const double var = b / count - mean * mean;
+    const double spread = b / count - mean * mean;
+    const float var = (float)(spread < 0 ? 0 : spread);
     store_one<F32>(job.mean, c, (float)mean);
-    store_one<F32>(job.var, c, (float)(var < 0 ? 0 : var));
+    store_one<F32>(job.var, c, var);
+    if (!job.running_mean) return;
+    follow(job.running_mean, c, (float)mean, 1, job.momentum);
+    follow(job.running_var, c, var, job.factor, job.momentum);
   }
 }
 
@@ -299,17 +310,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) norm_backward_last(cons
   else backward_of_rows<1>(job);
 }
 
-/// A moving average: `running += momentum * (factor * batch - running)` of means, with a factor of
-/// 1, and of variances.
 struct TrackJob { u64 mean, var, batch_mean, batch_var; u32 channels; float momentum, factor; u32 unused; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) track(const TrackJob job) {
-  const auto follow = [&](u64 running, u64 batch, u32 c, float factor) {
-    const float old = load_one<F32>(running, c);
-    store_one<F32>(running, c, old + (load_one<F32>(batch, c) * factor - old) * job.momentum);
-  };
-  for (u32 c = blockIdx.x * THREADS + threadIdx.x; c < job.channels; c += gridDim.x * THREADS)
-    follow(job.mean, job.batch_mean, c, 1), follow(job.var, job.batch_var, c, job.factor);
+  for (u32 c = blockIdx.x * THREADS + threadIdx.x; c < job.channels; c += gridDim.x * THREADS) {
+    follow(job.mean, c, load_one<F32>(job.batch_mean, c), 1, job.momentum);
+    follow(job.var, c, load_one<F32>(job.batch_var, c), job.factor, job.momentum);
+  }
 }
 
 /// Calls `visit(image, pixel, channel)` for each pack of `MANY` channels of images.

@@ -10,6 +10,7 @@ use super::channels_last::Order;
 use super::tests::{
     assert_alike, assert_sums_alike, error_of, kernels, own_launches, with_kernels,
 };
+use crate::sizes::Running;
 use crate::tests::{distance, flat, values};
 use crate::{
     BatchNormOptions, ConvOptions, Statistics, Window, add, add_relu, batch_norm, conv2d,
@@ -208,16 +209,42 @@ fn moving_statistics_have_the_bits_of_the_cpu() {
             let on = |name: &str| values(name, &[channels]).to_device(device).unwrap();
             let running = Statistics { mean: on("mean"), var: on("var") };
             let batch = Statistics { mean: on("batch mean"), var: on("batch var") };
-            let (mean, var) = (running.mean.clone(), running.var.clone());
-            let (gamma, beta) = (on("gamma"), on("beta"));
-            let layer =
-                nn::BatchNorm::new_with_momentum(channels, mean, var, gamma, beta, 1e-5, 0.3);
-            layer.unwrap().track(&batch, 1.25).unwrap();
+            Running { of: &running, momentum: 0.3, factor: 1.25 }.track(&batch).unwrap();
             [running.mean, running.var].map(|t| flat(&t))
         };
         let before = own_launches("track");
         assert_eq!(with_kernels(&kernels, || run(&device)), run(&Device::Cpu), "{channels}");
         assert!(own_launches("track") == before.map(|n| n + 1));
+    }
+}
+
+#[test]
+fn norms_update_moving_statistics_where_they_fold_the_batchs() {
+    let kernels = kernels();
+    let device = Device::Cuda(kernels.device.clone());
+    for channels in [8, 24, 301] {
+        let on = |name: &str, shape: &[usize]| values(name, shape).to_device(&device).unwrap();
+        let x = last(&on("x", &[3, channels, 9, 20])).unwrap();
+        let [gamma, beta] = ["gamma", "beta"].map(|name| on(name, &[channels]));
+        let started = || [on("mean", &[channels]), on("var", &[channels])];
+        with_kernels(&kernels, || {
+            let [mean, var] = started();
+            let (m, v) = (mean.clone(), var.clone());
+            let (weight, bias) = (gamma.clone(), beta.clone());
+            let layer = nn::BatchNorm::new_with_momentum(channels, m, v, weight, bias, 1e-5, 0.3);
+            let before = own_launches("track");
+            layer.unwrap().forward_train(&x).unwrap();
+            assert_eq!(own_launches("track"), before);
+
+            let [old_mean, old_var] = started();
+            let running = Statistics { mean: old_mean, var: old_var };
+            let options = BatchNormOptions { eps: 1e-5, relu: false };
+            let (_, batch) = batch_norm(&x, &gamma, &beta, options).unwrap();
+            let factor = 540.0 / 539.0;
+            Running { of: &running, momentum: 0.3, factor }.track(&batch).unwrap();
+            assert_eq!(flat(&mean), flat(&running.mean), "{channels}");
+            assert_eq!(flat(&var), flat(&running.var), "{channels}");
+        });
     }
 }
 

@@ -113,9 +113,12 @@ struct NormJob {
   double* part;
   /// Number of finished blocks; 0 before and after a launch.
   u32* arrived;
+  /// Running statistics that `fold_parts_last` updates as `track` does, or 0.
+  u64 running_mean, running_var;
   u32 images, channels, pixels, parts;
   float eps;
   u32 relu;
+  float momentum, factor;
 };
 
 /// Calls `visit(i, many)` for the elements of this block's part of a channel, over all images.

@@ -79,8 +79,8 @@ jobs! {
     }
     NormJob {
         x: u64, y: u64, dy: u64, dx: u64, gamma: u64, beta: u64, mean: u64, var: u64,
-        dgamma: u64, dbeta: u64, along: u64, bits: u64, part: u64, arrived: u64,
-        images: u32, channels: u32, pixels: u32, parts: u32, eps: f32, relu: u32,
+        dgamma: u64, dbeta: u64, along: u64, bits: u64, part: u64, arrived: u64, running_mean: u64, running_var: u64,
+        images: u32, channels: u32, pixels: u32, parts: u32, eps: f32, relu: u32, momentum: f32, factor: f32,
     }
     TrackJob {
         mean: u64, var: u64, batch_mean: u64, batch_var: u64,

@@ -10,13 +10,13 @@ use super::jobs::{NormJob, TrackJob, u32_of};
 use super::node::node_of;
 use super::{FOLDED, Kernel, Kernels, Output, blocks_of_warps, chunks_of};
 use crate::graph::custom_op::apply3;
-use crate::sizes::{BatchNormOptions, Planes, Statistics};
+use crate::sizes::{BatchNormOptions, NormBy, Planes, Running, Statistics};
 
-/// With the given statistics or those of the batch, which are returned.
+/// Returns the statistics, too.
 pub(super) fn batch_norm(
     kernels: &Arc<Kernels>,
     [x, gamma, beta]: [&Tensor; 3],
-    given: Option<&Statistics>,
+    by: NormBy<'_>,
     options: BatchNormOptions,
     planes: Planes,
 ) -> Result<(Tensor, Statistics)> {
@@ -26,12 +26,12 @@ pub(super) fn batch_norm(
     let (gamma, beta) = (&gamma.contiguous()?, &beta.contiguous()?);
     let norm = Norm::new(kernels, x.dtype(), options, planes, order);
     let own = &kernels.laid(x, order)?;
-    let statistics = match given {
-        Some(given) => Statistics {
+    let statistics = match by {
+        NormBy::Given(given) => Statistics {
             mean: given.mean.detach().to_dtype(DType::F32)?.contiguous()?,
             var: given.var.detach().to_dtype(DType::F32)?.contiguous()?,
         },
-        None => norm.measure(own)?,
+        NormBy::Batch(running) => norm.measure(own, running)?,
     };
     let y = kernels.empty(own.shape(), x.dtype())?;
     let at = kernels.address(own)?;
@@ -51,7 +51,7 @@ pub(super) fn batch_norm(
     unsafe { norm.each([Kernel::normalize, Kernel::normalize_last], &job) }?;
     let kept = Kept {
         statistics: statistics.clone(),
-        of_batch: given.is_none(),
+        of_batch: matches!(by, NormBy::Batch(_)),
         bits: bits.map(Output::tensor),
     };
     let backward =
@@ -73,23 +73,17 @@ pub(super) fn sums_of_channels(kernels: &Arc<Kernels>, dy: &Tensor) -> Result<Te
     Ok(sums.tensor())
 }
 
-/// Updates running statistics in place: `running += momentum * (batch - running)`, with variances
-/// multiplied by `factor`.
-pub(super) fn track(
-    kernels: &Kernels,
-    running: &Statistics,
-    batch: &Statistics,
-    momentum: f32,
-    factor: f32,
-) -> Result<()> {
-    let channels = running.mean.elem_count();
+/// Updates running statistics.
+pub(super) fn track(kernels: &Kernels, running: Running<'_>, batch: &Statistics) -> Result<()> {
+    let Running { of, momentum, factor } = running;
+    let channels = of.mean.elem_count();
     let job = TrackJob {
-        mean: kernels.address(&running.mean)?,
-        var: kernels.address(&running.var)?,
+        mean: kernels.address(&of.mean)?,
+        var: kernels.address(&of.var)?,
         batch_mean: kernels.address(&batch.mean)?,
         batch_var: kernels.address(&batch.var)?,
         channels: u32_of(channels),
-        momentum,
+        momentum: momentum as f32,
         factor,
         unused: 0,
     };
@@ -135,8 +129,9 @@ impl Norm {
         Self { kernels: kernels.clone(), dtype, planes, parts, options, order }
     }
 
-    /// Computes the statistics of the batch.
-    fn measure(&self, x: &Tensor) -> Result<Statistics> {
+    /// Computes the statistics of the batch, and updates running ones: for channels-last images in
+    /// the same launch.
+    fn measure(&self, x: &Tensor, running: Option<Running<'_>>) -> Result<Statistics> {
         let [mean, var] = [(); 2].map(|()| self.kernels.empty(self.planes.channels, DType::F32));
         let (mean, var) = (mean?, var?);
         let part = self.kernels.empty((self.planes.channels, self.parts, 3), DType::F64)?;
@@ -147,9 +142,23 @@ impl Norm {
             part: part.at,
             ..NormJob::default()
         };
-        // SAFETY: all tensors that `moments` uses.
+        let job = match running.filter(|_| self.order == Order::Last) {
+            Some(Running { of, momentum, factor }) => NormJob {
+                running_mean: self.kernels.address(&of.mean)?,
+                running_var: self.kernels.address(&of.var)?,
+                momentum: momentum as f32,
+                factor,
+                ..job
+            },
+            None => job,
+        };
+        // SAFETY: all tensors that `moments` and `fold_parts_last` use.
         unsafe { self.add_up([Kernel::moments, Kernel::moments_last], &job) }?;
-        Ok(Statistics { mean: mean.tensor(), var: var.tensor() })
+        let statistics = Statistics { mean: mean.tensor(), var: var.tensor() };
+        if let Some(running) = running.filter(|_| self.order == Order::First) {
+            track(&self.kernels, running, &statistics)?;
+        }
+        Ok(statistics)
     }
 
     /// Memory for the bits of a ReLU's results, if each thread has packs of channels: for

@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::{Kernels, attention, conv, elementwise, embedding, linear, norm, pool, program, rows};
 use crate::kernels::DeviceKernels;
 use crate::sizes::{
-    AttentionSizes, BatchNormOptions, Grouped, LinearSizes, PackedSizes, Planes, Statistics,
-    Windows,
+    AttentionSizes, BatchNormOptions, Grouped, LinearSizes, NormBy, PackedSizes, Planes, Running,
+    Statistics, Windows,
 };
 
 impl DeviceKernels for Kernels {
@@ -78,21 +78,15 @@ impl DeviceKernels for Kernels {
     fn batch_norm(
         self: Arc<Self>,
         inputs: [&Tensor; 3],
-        given: Option<&Statistics>,
+        by: NormBy<'_>,
         options: BatchNormOptions,
         planes: Planes,
     ) -> Result<(Tensor, Statistics)> {
-        norm::batch_norm(&self, inputs, given, options, planes)
+        norm::batch_norm(&self, inputs, by, options, planes)
     }
 
-    fn track(
-        &self,
-        running: &Statistics,
-        batch: &Statistics,
-        momentum: f32,
-        factor: f32,
-    ) -> Result<()> {
-        norm::track(self, running, batch, momentum, factor)
+    fn track(&self, running: Running<'_>, batch: &Statistics) -> Result<()> {
+        norm::track(self, running, batch)
     }
 
     fn layer_norm(

@@ -6,7 +6,8 @@ use candle_nn::{Init, VarBuilder};
 
 use super::norm_parameter;
 use super::parameter::parameter_of;
-use crate::graph::device;
+use crate::norm::batch_norm::batch_norm_tracking;
+use crate::sizes::Running;
 use crate::{self as ops, BatchNormOptions, Statistics};
 
 /// Batch normalization of `[n, c, ...]`: `weight`, `bias`, and buffers `running_mean`,
@@ -130,10 +131,13 @@ impl BatchNorm {
     pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
         let (weight, bias) = self.affine()?;
         let planes = planes(x)?;
-        let (y, batch) = ops::batch_norm(&planes, &weight, &bias, self.options())?;
         let (images, _, height, width) = planes.dims4()?;
         let count = (images * height * width) as f32;
-        self.track(&batch, count / (count - 1.0))?;
+        // The unbiased variance.
+        let factor = count / (count - 1.0);
+        let running = Running { of: &self.running, momentum: self.momentum, factor };
+        let inputs = [&planes, &weight, &bias];
+        let (y, _) = batch_norm_tracking(inputs, self.options(), Some(running))?;
         as_was(y, x)
     }
 
@@ -173,20 +177,6 @@ impl BatchNorm {
             Some(affine) => Ok(affine.clone()),
             None => Ok((self.running.mean.ones_like()?, self.running.mean.zeros_like()?)),
         }
-    }
-
-    /// `running += momentum * (batch - running)`, in place, of variances that are times `factor`.
-    pub(crate) fn track(&self, batch: &Statistics, factor: f32) -> Result<()> {
-        if let Some(kernels) = device::kernels(&self.running.mean) {
-            return kernels.track(&self.running, batch, self.momentum as f32, factor);
-        }
-        let var = (&batch.var * f64::from(factor))?;
-        for (running, batch) in [(&self.running.mean, &batch.mean), (&self.running.var, &var)] {
-            let old = running.detach();
-            let step = ((batch - &old)? * self.momentum)?;
-            running.slice_set(&(old + step)?, 0, 0)?;
-        }
-        Ok(())
     }
 }
 

@@ -13,7 +13,7 @@ use crate::cpu::sums::{dot_centered, sum, sum_by};
 use crate::elementwise::relu_of;
 use crate::graph::device;
 use crate::graph::operator::{Input, Operator, apply3};
-use crate::sizes::{BatchNormOptions, Planes, Statistics};
+use crate::sizes::{BatchNormOptions, NormBy, Planes, Running, Statistics};
 
 /// `gamma * (x - mean) / sqrt(var + eps) + beta` per channel, with the statistics of the batch,
 /// which are returned; optionally followed by ReLU.
@@ -34,6 +34,15 @@ pub fn batch_norm(
     beta: &Tensor,
     options: BatchNormOptions,
 ) -> Result<(Tensor, Statistics)> {
+    batch_norm_tracking([x, gamma, beta], options, None)
+}
+
+/// [`batch_norm`] that also updates running statistics.
+pub(crate) fn batch_norm_tracking(
+    [x, gamma, beta]: [&Tensor; 3],
+    options: BatchNormOptions,
+    running: Option<Running<'_>>,
+) -> Result<(Tensor, Statistics)> {
     let [x, gamma, beta] = cast("batch_norm", [x, gamma, beta])?;
     let planes = checked(&x, &gamma, &beta)?;
     if planes.values() < 2 {
@@ -45,7 +54,8 @@ pub fn batch_norm(
         );
     }
     if device::dispatches(&x) {
-        return dispatch::batch_norm([&x, &gamma, &beta], None, options, planes);
+        let by = NormBy::Batch(running);
+        return dispatch::batch_norm([&x, &gamma, &beta], by, options, planes);
     }
     let x = x.contiguous()?;
     let moments = {
@@ -61,6 +71,9 @@ pub fn batch_norm(
         Tensor::from_vec(values, planes.channels, x.device())
     };
     let statistics = Statistics { mean: round(|m| m.mean)?, var: round(|m| m.var)? };
+    if let Some(running) = running {
+        running.track(&statistics)?;
+    }
     let op = BatchNorm { options, planes, moments, of_batch: true };
     Ok((apply3(op, [x, gamma, beta])?, statistics))
 }
@@ -88,13 +101,30 @@ pub fn batch_norm_with(
         );
     }
     if device::dispatches(&x) {
-        return Ok(dispatch::batch_norm([&x, &gamma, &beta], Some(statistics), options, planes)?.0);
+        let by = NormBy::Given(statistics);
+        return Ok(dispatch::batch_norm([&x, &gamma, &beta], by, options, planes)?.0);
     }
     let (mean, var) = (mean.to_vec1::<f32>()?, var.to_vec1::<f32>()?);
     let moments = mean.iter().zip(&var);
     let moments = moments.map(|(mean, var)| Moments { mean: (*mean).into(), var: (*var).into() });
     let moments = moments.collect();
     apply3(BatchNorm { options, planes, moments, of_batch: false }, [x, gamma, beta])
+}
+
+impl Running<'_> {
+    /// Updates the running statistics.
+    pub(crate) fn track(self, batch: &Statistics) -> Result<()> {
+        if let Some(kernels) = device::kernels(&self.of.mean) {
+            return kernels.track(self, batch);
+        }
+        let var = (&batch.var * f64::from(self.factor))?;
+        for (running, batch) in [(&self.of.mean, &batch.mean), (&self.of.var, &var)] {
+            let old = running.detach();
+            let step = ((batch - &old)? * self.momentum)?;
+            running.slice_set(&(old + step)?, 0, 0)?;
+        }
+        Ok(())
+    }
 }
 
 /// The sizes of `x`, checked against those of the parameters.

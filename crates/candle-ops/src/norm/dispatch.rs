@@ -4,7 +4,7 @@ use candle_core::{D, DType, Result, Tensor};
 
 use crate::elementwise::dispatch::relu;
 use crate::graph::device::{self, widened};
-use crate::sizes::{BatchNormOptions, Planes, Statistics};
+use crate::sizes::{BatchNormOptions, NormBy, Planes, Statistics};
 
 /// `x` is `[n, c, ...]`.
 pub(crate) fn group_norm(
@@ -49,31 +49,35 @@ pub(crate) fn rms_norm(x: &Tensor, gamma: &Tensor, eps: f32) -> Result<Tensor> {
         .to_dtype(x.dtype())
 }
 
-/// With the given statistics or those of the batch, which are returned.
+/// Returns the statistics, too.
 pub(crate) fn batch_norm(
     [x, gamma, beta]: [&Tensor; 3],
-    given: Option<&Statistics>,
+    by: NormBy<'_>,
     options: BatchNormOptions,
     planes: Planes,
 ) -> Result<(Tensor, Statistics)> {
     if let Some(kernels) = device::kernels(x) {
-        return kernels.batch_norm([x, gamma, beta], given, options, planes);
+        return kernels.batch_norm([x, gamma, beta], by, options, planes);
     }
     let [wide, gamma, beta] = widened([x, gamma, beta])?;
     let line = |t: &Tensor| t.reshape((1, planes.channels, 1, 1));
     let over = (0, 2, 3);
-    let mean = match given {
-        Some(given) => line(&given.mean.detach())?.to_dtype(wide.dtype())?,
-        None => wide.mean_keepdim(over)?,
+    let mean = match by {
+        NormBy::Given(given) => line(&given.mean.detach())?.to_dtype(wide.dtype())?,
+        NormBy::Batch(_) => wide.mean_keepdim(over)?,
     };
     let centered = wide.broadcast_sub(&mean)?;
-    let var = match given {
-        Some(given) => line(&given.var.detach())?.to_dtype(wide.dtype())?,
-        None => centered.sqr()?.mean_keepdim(over)?,
+    let var = match by {
+        NormBy::Given(given) => line(&given.var.detach())?.to_dtype(wide.dtype())?,
+        NormBy::Batch(_) => centered.sqr()?.mean_keepdim(over)?,
     };
     let scale = (line(&gamma)? / (&var + f64::from(options.eps))?.sqrt()?)?;
     let y = centered.broadcast_mul(&scale)?.broadcast_add(&line(&beta)?)?;
     let y = if options.relu { relu(&y)? } else { y };
     let flat = |t: &Tensor| t.detach().flatten_all()?.to_dtype(DType::F32);
-    Ok((y.to_dtype(x.dtype())?, Statistics { mean: flat(&mean)?, var: flat(&var)? }))
+    let statistics = Statistics { mean: flat(&mean)?, var: flat(&var)? };
+    if let NormBy::Batch(Some(running)) = by {
+        running.track(&statistics)?;
+    }
+    Ok((y.to_dtype(x.dtype())?, statistics))
 }

@@ -7,11 +7,11 @@ use amp::Autocast;
 use candle_core::{DType, Device, Result, Tensor, Var};
 
 use super::Kernels;
-use super::tests::{TYPES, kernels, of_the_fake, run_on, with_kernels};
+use super::tests::{TYPES, assert_alike, kernels, of_the_fake, run_on, with_kernels};
 use crate::tests::{flat, values};
 use crate::{
-    BatchNormOptions, Statistics, add, autocast, batch_norm, batch_norm_with, gelu, layer_norm,
-    linear, record, relu,
+    BatchNormOptions, Statistics, add, autocast, batch_norm, batch_norm_with, cross_entropy, gelu,
+    layer_norm, linear, record, relu,
 };
 
 /// Bytes that a kernel, launched by this thread, has read and written, each once per launch; `None`
@@ -245,6 +245,44 @@ fn sums_left_for_biases_have_the_bits_of_sums_of_columns() {
             let reads = 2 * 2 * rows * (hidden + width);
             let read = assert_bytes(&kernels, &[("column_sums", [reads, 0])], || run(false));
             assert_eq!(bits(&left), bits(&read), "{rows} x {width}, {hidden}, {policy:?}");
+        }
+    }
+}
+
+/// The gradient of long rows: written backward off a tape, and on a tape if the gradient of the
+/// loss has changed; else written forward, with the same bits.
+#[test]
+fn gradients_of_losses_are_written_forward_if_they_are_guessed() {
+    for (rows, classes) in [(7, 2048), (300, 2056), (3, 20_000)] {
+        let labels: Vec<_> = (0..rows).map(|i| (i * 31 % classes) as i64).collect();
+        let logits = (values("logits", &[rows, classes]) * 4.0).unwrap();
+        let loss =
+            |t: &[Tensor]| cross_entropy(&t[0], &Tensor::from_slice(&labels, rows, t[0].device())?);
+        assert_alike(&kernels(), "cross_entropy", std::slice::from_ref(&logits), loss);
+        let kernels = kernels();
+        for (dtype, size) in [(DType::F32, 4), (DType::BF16, 2)] {
+            let logits = [logits.to_dtype(dtype).unwrap()];
+            let n = rows * classes * size;
+            let computed = [n + 12 * rows + 8, n + 4];
+            // Each changes the next one's guess.
+            for (factor, backward) in
+                [(1.0, [8, 0]), (3.0, computed), (3.0, [8, 0]), (1.0, computed)]
+            {
+                let wanted = [
+                    ("cross_entropy_wide", [n + 4 * rows + 4, n + 8 * rows + 8]),
+                    ("cross_entropy_wide_backward", backward),
+                ];
+                let op = |t: &[Tensor]| loss(t)? * factor;
+                let found = assert_bytes(&kernels, &wanted, || on_tape(&kernels, &logits, op));
+                let device = Device::Cuda(kernels.device.clone());
+                let x = Var::from_tensor(&logits[0].to_device(&device).unwrap()).unwrap();
+                let gradient = with_kernels(&kernels, || {
+                    let gradients = op(&[x.as_tensor().clone()]).unwrap().backward().unwrap();
+                    gradients.get(&x).unwrap().clone()
+                });
+                // Off the tape a gradient is written backward, and becomes the guess.
+                assert_eq!(bits(&found[1..]), bits(&[gradient]), "{rows} x {classes}, {dtype:?}");
+            }
         }
     }
 }

@@ -109,7 +109,8 @@ jobs! {
     }
     FoldJob { part: u64, sum: u64, dot: u64, count: u32, parts: u32, }
     LossJob {
-        x: u64, labels: u64, y: u64, dy: u64, dx: u64, lines: u64, part: u64, arrived: u64,
+        x: u64, labels: u64, y: u64, dy: u64, dx: u64, lines: u64, guess: u64, guessed: u64,
+        part: u64, arrived: u64,
         rows: u32, count: u32,
     }
     EmbeddingJob {

@@ -79,6 +79,8 @@ pub struct Kernels {
     programs: [cuda_rt::Kernels; 3],
     /// Counter of finished blocks: zero between launches, which run one after another.
     arrived: Tensor,
+    /// The last gradient of a loss.
+    loss_gradient: Tensor,
     /// `None` if it cannot be used.
     lt: Option<CudaBlasLT>,
     /// Whether the device has tensor cores for half precision as used by the kernels: from compute
@@ -168,6 +170,8 @@ kernels! {
     fold_columns
     cross_entropy
     cross_entropy_backward
+    cross_entropy_wide
+    cross_entropy_wide_backward
     embedding
     ends_of_ids
     embedding_backward
@@ -227,10 +231,12 @@ impl Kernels {
         let [f32, f16, bf16] = macros().map(build);
         let programs = [f32?, f16?, bf16?];
         let arrived = Tensor::zeros(1, DType::U32, &Device::Cuda(device.clone()))?;
+        let loss_gradient = Tensor::ones(1, DType::F32, &Device::Cuda(device.clone()))?;
         let lt = biased::library(&device.cuda_stream());
         let capability = device.cuda_stream().context().compute_capability();
         let tensor_cores = capability.map_err(candle_core::Error::wrap)?.0 >= 8;
-        Ok(Self { cudnn, device: device.clone(), programs, arrived, lt, tensor_cores })
+        let device = device.clone();
+        Ok(Self { cudnn, device, programs, arrived, loss_gradient, lt, tensor_cores })
     }
 
     /// Launches a kernel for elements of `dtype` in the stream.

@@ -366,9 +366,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) fold_columns(const Fold
 
 /// The mean of `-log softmax(x)[label]`, f32, or, given its gradient `dy`, f32, that of `x`.
 /// Forward writes the largest number of each row to `lines`, and one over its sum of `exp(x -
-/// largest)`.
+/// largest)`. If it has a `dx`, it writes the gradient there for the `dy` that it expects, `guess`,
+/// f32, and notes it as `guessed`; backward then computes the gradient only if `dy` is another one.
 struct LossJob {
-  u64 x, labels, y, dy, dx, lines;
+  u64 x, labels, y, dy, dx, lines, guess, guessed;
   double* part;
   u32* arrived;
   u32 rows, count;
@@ -378,12 +379,14 @@ DEVICE u32 label_of(const LossJob& job, u32 row) { return load4(job.labels + 8 *
 
 /// A row's largest number, NaN skipped, and its sum of `exp(x - largest)`, in one pass.
 struct Shares { float most, sum; };
+/// Of a row of negative infinity, `exp(x)` is 0 as well.
+DEVICE float scaled(float x, float most) {
+  return expf(x - (most == -__uint_as_float(INFINITY_BITS) ? 0 : most));
+}
 DEVICE Shares shares_of_line(u64 x, u32 count) {
   constexpr u32 AT_ONCE = 8;
   const float none = -__uint_as_float(INFINITY_BITS);
   float most = none, sum = 0;
-  // Of a row of negative infinity, exp(x) is 0 as well.
-  const auto scaled = [&](float x, float most) { return expf(x - (most == none ? 0 : most)); };
   for (u32 first = lane(); first < count; first += AT_ONCE * WARP) {
     float own[AT_ONCE], larger = most;
 #pragma unroll
@@ -399,19 +402,86 @@ DEVICE Shares shares_of_line(u64 x, u32 count) {
   return {all, sum_of_warp(most == none ? sum : sum * scaled(most, all))};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy(const LossJob job) {
-  for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
-    const u64 x = at(job.x, (u64)row * job.count);
-    const Shares of = shares_of_line(x, job.count);
-    if (lane()) continue;
-    job.part[row] = (double)(logf(of.sum) - (load_one<T>(x, label_of(job, row)) - of.most));
-    write_line(job.lines, row, {of.most, 1 / of.sum});
+/// Elements of a thread at a time in long rows, of any type: the order of sums is the same for all.
+constexpr u32 EACH = 8;
+
+/// The same by a block, of a row in packs.
+DEVICE Shares shares_of_row(u64 x, u32 count) {
+  constexpr u32 AT_ONCE = 4;
+  const Team team = {THREADS / WARP};
+  const float none = -__uint_as_float(INFINITY_BITS);
+  float most = none, sum = 0;
+  constexpr u32 STEP = THREADS * EACH;
+  for (u32 first = threadIdx.x * EACH; first < count; first += AT_ONCE * STEP) {
+    Pack<T, EACH> own[AT_ONCE];
+    float larger = most;
+    // They stay in the cache for the gradient.
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; k++)
+      if (first + k * STEP < count) own[k].load<true>(own[k].at(x, first + k * STEP));
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; k++)
+#pragma unroll
+      for (u32 j = 0; j < EACH; j++)
+        if (first + k * STEP < count) larger = fmaxf(larger, T::widen(own[k].x[j]));
+    sum = most == none ? sum : sum * scaled(most, larger);
+    most = larger;
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; k++)
+#pragma unroll
+      for (u32 j = 0; j < EACH; j++)
+        if (first + k * STEP < count) sum += scaled(T::widen(own[k].x[j]), most);
   }
+  const float all = team.largest(most);
+  return {all, team.sum(most == none ? sum : sum * scaled(most, all))};
+}
+
+DEVICE void write_loss(const LossJob& job, u32 row, const Shares& of) {
+  const float own = load_one<T>(at(job.x, (u64)row * job.count), label_of(job, row));
+  job.part[row] = (double)(logf(of.sum) - (own - of.most));
+  write_line(job.lines, row, {of.most, 1 / of.sum});
+}
+/// The mean, by the last block.
+DEVICE void fold_losses(const LossJob& job) {
   if (!is_last_block(job.arrived)) return;
   double sum = 0;
   for (u32 row = threadIdx.x; row < job.rows; row += THREADS) sum += job.part[row];
   sum = sum_of_block(sum);
   if (threadIdx.x == 0) store_one<F32>(job.y, 0, (float)(sum / job.rows));
+}
+/// By a block, of a row in packs; `scale` is the gradient of the row's loss.
+DEVICE void write_loss_gradient(const LossJob& job, u32 row, const Line& line, float scale) {
+  const u64 x = at(job.x, (u64)row * job.count), dx = at(job.dx, (u64)row * job.count);
+  const u32 label = label_of(job, row);
+  for (u32 i = threadIdx.x * EACH; i < job.count; i += THREADS * EACH) {
+    Pack<T, EACH> own;
+    own.load(own.at(x, i));
+#pragma unroll
+    for (u32 j = 0; j < EACH; j++) {
+      const float share = expf(T::widen(own.x[j]) - line.mean) * line.inverse;
+      own.x[j] = T::narrow(share * scale - (i + j == label ? scale : 0));
+    }
+    own.store(own.at(dx, i));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy(const LossJob job) {
+  for (u32 row = warp_index(); row < job.rows; row += warp_count()) {
+    const Shares of = shares_of_line(at(job.x, (u64)row * job.count), job.count);
+    if (lane() == 0) write_loss(job, row, of);
+  }
+  fold_losses(job);
+}
+/// Of long rows in packs: a block for a row.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy_wide(const LossJob job) {
+  const float guess = job.dx ? load_one<F32>(job.guess, 0) : 0;
+  for (u32 row = blockIdx.x; row < job.rows; row += gridDim.x) {
+    const Shares of = shares_of_row(at(job.x, (u64)row * job.count), job.count);
+    if (threadIdx.x == 0) write_loss(job, row, of);
+    if (job.dx) write_loss_gradient(job, row, {of.most, 1 / of.sum}, guess / job.rows);
+  }
+  if (job.dx && blockIdx.x == 0 && threadIdx.x == 0) store_one<F32>(job.guessed, 0, guess);
+  fold_losses(job);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy_backward(const LossJob job) {
   const float scale = load_one<F32>(job.dy, 0) / job.rows;
@@ -425,6 +495,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy_backward(
       store_one<T>(dx, i, share * scale - (i == label ? scale : 0));
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) cross_entropy_wide_backward(const LossJob job) {
+  const float dy = load_one<F32>(job.dy, 0);
+  if (job.guessed && load_one<F32>(job.guessed, 0) == dy) return;
+  for (u32 row = blockIdx.x; row < job.rows; row += gridDim.x)
+    write_loss_gradient(job, row, line_of(job.lines, row), dy / job.rows);
+  if (blockIdx.x == 0 && threadIdx.x == 0) store_one<F32>(job.guess, 0, dy);
 }
 
 /// Row `ids[i]` of `table` for each `i`; backward, `table` is its gradient, all zeros, and `rows`

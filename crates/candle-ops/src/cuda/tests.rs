@@ -517,6 +517,9 @@ fn every_kernel_is_launched() {
             let (y, tape) = record(|| autocast(&policy, block));
             tape.backward(&y.unwrap()).unwrap()
         });
+        assert_alike(&kernels, "long loss", &[values("x", &[1, 2048])], |t| {
+            cross_entropy(&t[0], &Tensor::new(&[3_i64], t[0].device())?)
+        });
         let inputs = [values("x", &[4, 5, 12]), values("weight", &[12, 12]), values("bias", &[12])];
         assert_alike(&kernels, "transformer", &inputs, |t| {
             let x = layer_norm(&linear(&t[0], &t[1], Some(&t[2]))?, &t[2], &t[2], 1e-5)?;

@@ -63,7 +63,7 @@ impl Trainer {
     ///
     /// use candle_train::train_data::{Array, BoxError, DataLoader, Dataset, Sample};
     /// use candle_train::train_data::{SampleRng, Workers};
-    /// use candle_train::{AdamWHyper, Trainer};
+    /// use candle_train::{AdamWHyper, Outcome, Trainer};
     ///
     /// struct Points;
     ///
@@ -94,10 +94,10 @@ impl Trainer {
     /// for epoch in loader.position().epoch()..3 {
     ///     for batch in train.batches_of(&loader, epoch)? {
     ///         let batch = batch?;
-    ///         train.step_on(&batch, |fields| {
+    ///         let step = train.step_on(&batch, |fields| {
     ///             cross_entropy(&net.forward(fields.get("x")?)?, fields.get("y")?)
     ///         })?;
-    ///         if train.steps() % 5 == 0 {
+    ///         if step.outcome == Outcome::Updated && train.steps() % 5 == 0 {
     ///             train.save_with(&path, epoch, &loader.position())?;
     ///         }
     ///     }

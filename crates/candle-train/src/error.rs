@@ -101,9 +101,8 @@ impl Error {
             }
             Self::Step(StepError::Collective(E::Timeout { .. } | E::Mismatch { .. })) => SAME_CALLS,
             Self::Step(StepError::Collective(E::PeerDied { .. })) => {
-                "its own error is the cause, or it ended early: every rank has to call `step`, `step_weighted`, `mean`, \
-                 `sum`, `save_with`, `resume_with`, `resume_with_all`, `batches`, `batches_of`, `zero_grad`, \
-                 `save` and `resume` equally often, in the same order"
+                "its own error is the cause, or it ended early: every rank has to call the trainer's methods equally \
+                 often, in the same order"
             }
             Self::Candle(error) => match candle_ops::mixed_types_advice(error) {
                 Some(advice) => advice,
@@ -115,4 +114,4 @@ impl Error {
     }
 }
 
-pub(crate) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted`, `mean`, `sum`, `save_with`, `resume_with`, `resume_with_all`, `batches`, `batches_of`, `zero_grad`, `save` and `resume` equally often, in the same order";
+pub(crate) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted` (also as `step_on`, `step_on_weighted`), `mean`, `sum` (also by `keep_best`), `save_with`, `resume_with`, `resume_with_all`, `batches`, `batches_of`, `zero_grad`, `save` and `resume` equally often, in the same order";

@@ -126,6 +126,8 @@ impl Trainer {
     /// A run that is killed at any moment and started again has the bits of an undisturbed one.
     /// Another number of ranks takes the samples of the epoch that no rank has taken. Code after
     /// an epoch's batches, such as a validation, belongs to the epoch: after a kill it is repeated.
+    /// A longer run goes on by the schedule of the saved one, also past its end; another run that
+    /// saves to the file is noticed at the next save.
     ///
     /// ```
     /// # use std::sync::Arc;

@@ -229,7 +229,7 @@ impl Trainer {
     /// # use candle_core::{DType, Device, Module};
     /// # use candle_nn::{VarBuilder, VarMap};
     /// # use candle_ops::cross_entropy;
-    /// use candle_train::{AdamWHyper, Trainer, tensor};
+    /// use candle_train::{AdamWHyper, Outcome, Trainer, tensor};
     /// use candle_train::train_data::{Array, Stream, StreamLoader, StreamOptions, Workers};
     ///
     /// # let directory = tempfile::tempdir()?;
@@ -257,8 +257,8 @@ impl Trainer {
     /// while train.steps() < 10 && let Some(batch) = loader.next_batch()? {
     ///     let x = tensor(batch.get("len")?, &Device::Cpu)?;
     ///     let y = tensor(batch.get("label")?, &Device::Cpu)?;
-    ///     train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
-    ///     if train.steps() % 5 == 0 {
+    ///     let step = train.step(|| cross_entropy(&net.forward(&x)?, &y))?;
+    ///     if step.outcome == Outcome::Updated && train.steps() % 5 == 0 {
     ///         train.save_with(&path, 0, &loader.position())?;
     ///     }
     /// }

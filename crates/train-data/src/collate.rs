@@ -46,11 +46,9 @@ impl PadCollate {
     ///
     /// [`Error::Collate`] for samples that differ in fields, types or numbers of dimensions, and
     /// for a value that the type of a padded array cannot represent. [`Error::NoField`] for a
-    /// [`field`](Self::field) that the samples lack.
+    /// [`field`](Self::field) that all samples lack.
     pub fn collate(&self, mut samples: Vec<Sample>) -> Result<Batch> {
-        if let Some(first) = samples.first() {
-            self.fields.iter().try_for_each(|(name, _)| first.get(name).map(drop))?;
-        }
+        self.fields.iter().try_for_each(|(name, _)| has_field(&samples, name))?;
         let extents = greatest(&samples);
         for (position, sample) in samples.iter_mut().enumerate() {
             for (at, (name, array)) in sample.fields.iter_mut().enumerate() {
@@ -66,6 +64,19 @@ impl PadCollate {
             }
         }
         Batch::collate(samples)
+    }
+}
+
+/// Returns an error unless all samples have the field.
+fn has_field(samples: &[Sample], name: &str) -> Result<()> {
+    let lacks = |sample: &Sample| !sample.fields.has(name);
+    match (samples.iter().position(lacks), samples.iter().position(|sample| !lacks(sample))) {
+        (Some(position), Some(other)) => {
+            let text = format!("has no field `{name}`, which sample {other} has");
+            Err(Error::Collate { position, text })
+        }
+        (Some(position), None) => samples[position].get(name).map(drop),
+        (None, _) => Ok(()),
     }
 }
 
@@ -207,6 +218,20 @@ mod tests {
         let sample = Sample::new().with("labels", of(&[1], 0));
         let error = PadCollate::new(0.0).field("lables", -100.0).collate(vec![sample]).unwrap_err();
         assert!(error.to_string().contains("no field `lables`"), "{error}");
+    }
+
+    #[test]
+    fn a_field_that_one_sample_lacks_is_refused_with_its_position() {
+        let with = |name: &str| Sample::new().with("x", of(&[1], 0)).with(name, of(&[1], 0));
+        for (samples, [lacks, has]) in [
+            (vec![with("labels"), with("boxes")], [1, 0]),
+            (vec![with("boxes"), with("labels")], [0, 1]),
+        ] {
+            let error = PadCollate::new(0.0).field("labels", -100.0).collate(samples).unwrap_err();
+            let says = format!("has no field `labels`, which sample {has} has");
+            let error = error.to_string();
+            assert!(error.contains(&format!("sample {lacks} ")) && error.contains(&says), "{error}");
+        }
     }
 
     #[test]

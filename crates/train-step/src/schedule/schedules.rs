@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use fused_optim::{Error as OptimError, Optimizer};
 
-use super::{Param, RunLength, Scheduler, SchedulerConfig};
+use super::{Param, RunLength, Scheduler, SchedulerConfig, to_json};
 use crate::{Error, Result};
 
 /// The schedulers of an optimizer, in order: each starts from the values left by previous ones.
@@ -57,7 +57,7 @@ impl Schedules {
     ) -> Result<Self> {
         let mut base: [Option<Vec<Option<f64>>>; 2] = [None, None];
         let mut initial: Vec<(Param, usize, f64)> = Vec::new();
-        let make = |config: &SchedulerConfig| {
+        let mut make = |config: &SchedulerConfig| {
             let groups = groups_of(config.part.as_deref(), parts, optimizer.group_count())?;
             let mut values = read(optimizer, config.param, groups.clone())?;
             for (group, value) in groups.clone().zip(&values) {
@@ -77,7 +77,16 @@ impl Schedules {
             write(optimizer, config.param, groups, &values)?;
             Ok(scheduler.moved_to(first))
         };
-        let all = configs.iter().map(make).collect::<Result<_>>()?;
+        let named = |(index, config): (usize, &SchedulerConfig)| {
+            make(config).map_err(|error| match error {
+                Error::Schedule(text) => {
+                    let shape = to_json(&config.shape);
+                    Error::Schedule(format!("scheduler {index} ({}): {text}", shape["type"]))
+                }
+                error => error,
+            })
+        };
+        let all = configs.iter().enumerate().map(named).collect::<Result<_>>()?;
         Ok(Self { all, configs, initial })
     }
 
@@ -274,6 +283,16 @@ mod tests {
         assert!(error.to_string().contains("this run counts no epochs"), "{error}");
         let length = RunLength { epochs: 2, iters: 8, epoch_length: 4 };
         Scheduler::new(&config, length, &mut [1.0], &mut [1.0]).unwrap();
+    }
+
+    #[test]
+    fn an_error_of_a_scheduler_names_it() {
+        let shape = Shape::Linear { start_factor: 0.1, end_factor: 1.0 };
+        let good = SchedulerConfig::by_iters(Param::Lr, shape);
+        let bad = SchedulerConfig { begin: 8, ..good.clone() };
+        let made = Schedules::new(vec![good, bad], RunLength::of_iters(8), &[], &mut sgd(1.0));
+        let error = made.unwrap_err().to_string();
+        assert!(error.contains("scheduler 1 (\"Linear\"): end should be larger"), "{error}");
     }
 
     #[test]

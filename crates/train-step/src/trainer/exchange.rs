@@ -241,7 +241,7 @@ fn describe((group, param, value): &(usize, HyperParam, f64)) -> String {
     format!("{param} {value:?} of group {group}")
 }
 
-pub(super) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted`, `mean`, `sum`, `save_with`, `resume_with`, `resume_with_all`, `begin_epoch`, `zero_grad`, `save` and `resume` equally often, in the same order";
+pub(super) const SAME_CALLS: &str = "every rank has to call `step`, `step_weighted` (also as `step_on`, `step_on_weighted`), `mean`, `sum` (also by `keep_best`), `save_with`, `resume_with`, `resume_with_all`, `begin_epoch`, `zero_grad`, `save` and `resume` equally often, in the same order";
 
 #[cfg(test)]
 mod tests {

@@ -43,24 +43,32 @@ impl PrefixStore {
     /// the store does not answer, they wait until their timeout. Has no effect for a rank that
     /// another has joined as.
     pub(crate) fn abort(&self, rank: Rank, error: &Error) {
-        if matches!(error, Error::DuplicateRank { .. }) {
-            return;
+        drop(self.publish(rank, error));
+    }
+
+    fn publish(&self, rank: Rank, error: &Error) -> Result<()> {
+        match error {
+            Error::DuplicateRank { .. } => Ok(()),
+            _ => publish_failure(self, FAILED, rank, error.to_string()),
         }
-        drop(publish_failure(self, FAILED, rank, error.to_string()));
     }
 
     /// [Aborts](Self::abort), unless every rank detects the error itself. Returns the error, or the
     /// failure of another rank that may have caused it.
     pub(crate) fn failed(&self, rank: Rank, error: Error) -> Error {
-        match error {
+        let asked = match error {
             Error::Timeout { .. }
             | Error::KeyTimeout { .. }
             | Error::Mismatch { .. }
             | Error::Aborted { .. }
             | Error::Store { .. } => return error,
             // A rank that fails while it joins closes its connections before it publishes why.
-            Error::PeerDied { .. } => drop(self.try_wait(&[FAILED], FAILURE_GRACE)),
-            _ => self.abort(rank, &error),
+            Error::PeerDied { .. } => self.try_wait(&[FAILED], FAILURE_GRACE).map(drop),
+            _ => self.publish(rank, &error),
+        };
+        if matches!(asked, Err(Error::Store { .. } | Error::Rendezvous { .. })) {
+            // Rank 0 has ended, and the store with it: it would be waited for.
+            return error;
         }
         let is_lost = matches!(error, Error::PeerDied { .. } | Error::Rendezvous { .. });
         match check_failed(self) {
@@ -200,6 +208,22 @@ mod tests {
         let watched = PrefixStore::watched("w", Arc::new(prefix), 2);
         assert!(watched.local_ip().is_some_and(|ip| ip.is_loopback()));
         assert_eq!(MemoryStore::new().local_ip(), None);
+    }
+
+    #[test]
+    fn a_failure_does_not_wait_for_a_store_that_has_ended() {
+        let invalid = || Error::InvalidArgument("no such device".into());
+        let died = || Error::PeerDied { op: "join".into(), rank: 0, pid: 1 };
+        for error in [invalid(), died()] {
+            let server = crate::TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+            let store = crate::TcpStore::connect("127.0.0.1", server.port(), LONG).unwrap();
+            let watched = PrefixStore::watched("w", Arc::new(store), 2);
+            watched.set("k", b"v").unwrap();
+            drop(server);
+            let (text, start) = (error.to_string(), Instant::now());
+            assert_eq!(watched.failed(1, error).to_string(), text);
+            assert!(start.elapsed() < LONG / 2, "{:?}", start.elapsed());
+        }
     }
 
     #[test]

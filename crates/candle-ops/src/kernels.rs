@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
+use crate::elementwise::dropout::Factors;
 use crate::sizes::{
     AttentionSizes, BatchNormOptions, Grouped, LinearSizes, NormBy, PackedSizes, Planes, Running,
     Statistics, Windows,
@@ -32,6 +33,9 @@ pub(crate) trait DeviceKernels: Any + fmt::Debug + Send + Sync {
 
     /// Over the last dimension.
     fn softmax(self: Arc<Self>, x: &Tensor) -> Result<Tensor>;
+
+    /// The product of a contiguous tensor with these factors, one for each element.
+    fn dropout(self: Arc<Self>, x: &Tensor, factors: &Factors) -> Result<Tensor>;
 
     /// Both have the same shape and type, and are contiguous.
     fn add(self: Arc<Self>, a: &Tensor, b: &Tensor) -> Result<Tensor>;
@@ -98,8 +102,15 @@ pub(crate) trait DeviceKernels: Any + fmt::Debug + Send + Sync {
 
     fn self_attention(self: Arc<Self>, qkv: &Tensor, sizes: PackedSizes) -> Result<Tensor>;
 
-    /// Without a mask or dropout.
-    fn attention(self: Arc<Self>, qkv: [&Tensor; 3], sizes: &AttentionSizes) -> Result<Tensor>;
+    /// `hidden` is a mask of `u8` of four dimensions, 0 where a query does not attend to a key. With
+    /// it or with dropout, `None` if there is no kernel for these sizes.
+    fn attention(
+        self: Arc<Self>,
+        qkv: [&Tensor; 3],
+        sizes: &AttentionSizes,
+        hidden: Option<&Tensor>,
+        dropout: Option<&Factors>,
+    ) -> Result<Option<Tensor>>;
 
     /// The mean loss. Labels are checked.
     fn cross_entropy(self: Arc<Self>, logits: &Tensor, labels: &Tensor) -> Result<Tensor>;

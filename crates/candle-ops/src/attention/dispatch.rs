@@ -54,15 +54,17 @@ pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor>
     let AttentionSizes { samples, heads, kv_heads, queries, keys, .. } = *sizes;
     let rows = heads / kv_heads * queries;
     if of.mask.is_none()
-        && of.dropout.is_none()
         && let Some(kernels) = device::kernels_for(q, rows * keys)
+        && let Some(y) =
+            kernels.attention([q, k, v], sizes, of.seen.as_ref(), of.dropout.as_ref())?
     {
-        return kernels.attention([q, k, v], sizes);
+        return Ok(y);
     }
+    let mask = of.added_mask(q.dtype())?;
     let (k, v) = (k.contiguous()?, v.contiguous()?);
     let grouped = (q * sizes.scale)?.reshape((samples, kv_heads, rows, sizes.depth))?;
     let mut scores = grouped.matmul(&k.t()?)?.reshape(sizes.scores_shape())?;
-    if let Some(mask) = &of.mask {
+    if let Some(mask) = &mask {
         scores = broadcast_add(&scores.to_dtype(mask.dtype())?, mask)?;
     }
     if sizes.causal {
@@ -73,7 +75,7 @@ pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor>
         let (shape, never) = (scores.shape(), scalar(f64::NEG_INFINITY, &scores)?);
         scores = seen.broadcast_as(shape)?.where_cond(&scores, &never.broadcast_as(shape)?)?;
     }
-    let mut weights = match of.mask {
+    let mut weights = match mask {
         Some(_) => masked_softmax(&scores)?.to_dtype(q.dtype())?,
         None => softmax(&scores)?,
     };

@@ -59,9 +59,10 @@ pub struct SdpaOptions<'a> {
 ///
 /// On the CPU the attention weights exist for a block of queries at a time, and causal attention
 /// skips most masked keys; a mask that needs a gradient is computed by a composition of candle's
-/// operators. On a GPU, with kernels and without mask and dropout, they are never in memory (half
-/// types, heads of up to 64, a multiple of 8), or for some samples at a time; otherwise it is a
-/// composition. Single-threaded.
+/// operators. On a GPU, with kernels, they are never in memory in half types with heads of up to
+/// 64, a multiple of 8: a `u8` mask and dropout are a bit for each weight there, packed samples one
+/// mask. With other sizes or types and without mask and dropout they are in memory for some samples
+/// at a time; otherwise, and with a floating-point mask, it is a composition. Single-threaded.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -125,6 +126,7 @@ fn separate(inputs: [&Tensor; 3], options: SdpaOptions<'_>, order: Order) -> Res
     problem.dropout = Factors::draw(options.dropout, count)?;
     let is_tracked = problem.mask.as_ref().is_some_and(Tensor::track_op);
     if !device::dispatches(&inputs[0]) && !is_tracked {
+        problem.mask = problem.added_mask(heads[0].dtype())?;
         return apply3(Separate(problem, order), inputs);
     }
     if order == Order::HeadsFirst {
@@ -158,6 +160,8 @@ pub(crate) struct Problem {
     pub(crate) sizes: AttentionSizes,
     /// The tensor added to the scores: contiguous, of four dimensions, in the compute type.
     pub(crate) mask: Option<Tensor>,
+    /// A mask of `u8` that is not `mask` yet, of four dimensions.
+    pub(crate) seen: Option<Tensor>,
     pub(crate) dropout: Option<Factors>,
 }
 
@@ -189,32 +193,36 @@ impl Problem {
             scale: options.scale.unwrap_or_else(|| AttentionSizes::default_scale(depth)),
         });
         if let Some(mask) = options.mask {
-            problem.mask = Some(problem.additive(mask, q.dtype())?);
+            let mask = problem.checked(mask)?;
+            match mask.dtype() {
+                DType::U8 => problem.seen = Some(mask),
+                _ => problem.mask = Some(mask.to_dtype(wide_of(q.dtype()))?.contiguous()?),
+            }
         }
         Ok(problem)
     }
 
-    /// The mask as numbers to add.
-    fn additive(&self, mask: &Tensor, dtype: DType) -> Result<Tensor> {
+    /// A mask that fits, as one of four dimensions.
+    fn checked(&self, mask: &Tensor) -> Result<Tensor> {
         let scores = self.sizes.scores_shape();
         let fits = mask.shape().broadcast_shape_binary_op(&scores, "attention");
         if fits.ok().as_ref() != Some(&scores) {
             bail!("attention: a mask of shape {:?} does not fit scores {scores:?}", mask.shape());
         }
-        let wide = if dtype == DType::F64 { dtype } else { DType::F32 };
-        let mask = match mask.dtype() {
-            DType::U8 => {
-                let seen = mask.zeros_like()?.to_dtype(wide)?;
-                mask.contiguous()?.where_cond(&seen, &(&seen + f64::NEG_INFINITY)?)?
-            }
-            float if float.is_float() => mask.to_dtype(wide)?.contiguous()?,
-            other => {
-                bail!("attention: a mask must be of u8 or a floating-point type, not {other:?}")
-            }
-        };
+        if mask.dtype() != DType::U8 && !mask.dtype().is_float() {
+            let other = mask.dtype();
+            bail!("attention: a mask must be of u8 or a floating-point type, not {other:?}")
+        }
         let mut dims = vec![1; 4 - mask.rank()];
         dims.extend(mask.dims());
         mask.reshape(dims)
+    }
+
+    /// The mask as numbers to add to scores of queries of this type.
+    pub(crate) fn added_mask(&self, dtype: DType) -> Result<Option<Tensor>> {
+        let Some(seen) = &self.seen else { return Ok(self.mask.clone()) };
+        let zeros = seen.zeros_like()?.to_dtype(wide_of(dtype))?;
+        seen.contiguous()?.where_cond(&zeros, &(&zeros + f64::NEG_INFINITY)?).map(Some)
     }
 
     /// Runs `call` with the values of the mask, if there is one.
@@ -225,10 +233,15 @@ impl Problem {
     }
 }
 
+/// The type of masks for scores of this one.
+const fn wide_of(dtype: DType) -> DType {
+    if matches!(dtype, DType::F64) { dtype } else { DType::F32 }
+}
+
 impl From<AttentionSizes> for Problem {
     /// A call without a mask and dropout.
     fn from(sizes: AttentionSizes) -> Self {
-        Self { sizes, mask: None, dropout: None }
+        Self { sizes, mask: None, seen: None, dropout: None }
     }
 }
 

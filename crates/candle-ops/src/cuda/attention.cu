@@ -31,11 +31,19 @@ struct Operand { u64 at; u32 head, step, line, depth; };
 /// `y = softmax(scale * q * k^T) * v`. Query `i` sees its first `i % seen + 1` keys, or all if
 /// `seen` is 0. `lse` is the binary logarithm of each row's sum of exponentials, `delta` the
 /// product of `y` and `dy`, both of f32.
+///
+/// `hidden` and `dropped` have a bit for each key of a row, 16 to a number, `line` numbers a row; 0
+/// if there are none. A weight that is not dropped is multiplied by `keep`. Rows of `hidden` are by
+/// sample, head and query, with these strides. A pair's rows are those of `group` heads, and a
+/// sample has `pairs` of them.
 struct AttentionJob {
   Operand q, k, v, y, dy, dq, dk, dv;
-  u64 lse, delta;
+  u64 lse, delta, hidden, dropped;
   u32 heads, samples, queries, keys, seen;
   float scale;
+  u32 hidden_sample, hidden_head, hidden_query, line, group, pairs;
+  float keep;
+  u32 unused;
 };
 
 DEVICE u64 rows_of(const AttentionJob& job, const Operand& operand, u32 pair) {
@@ -53,6 +61,28 @@ DEVICE u32 reach_of(const AttentionJob& job, u32 first, u32 count) {
   const bool wraps = job.seen && first / job.seen != last / job.seen;
   return limit_of(job, wraps ? first / job.seen * job.seen + job.seen - 1 : last);
 }
+
+/// Where the bits of a row are, hidden and dropped; 0 if there are none.
+struct RowBits { u64 hidden, dropped; };
+DEVICE RowBits bits_of(const AttentionJob& job, u32 pair, u32 row) {
+  if (row >= job.queries) return {0, 0};
+  const u32 queries = job.queries / job.group;
+  const u64 head = pair % job.pairs * job.group + row / queries, sample = pair / job.pairs;
+  const u64 at = sample * job.hidden_sample + head * job.hidden_head + (u64)(row % queries) * job.hidden_query;
+  const u64 own = ((u64)pair * job.queries + row) * job.line;
+  return {job.hidden ? job.hidden + 2 * at : 0, job.dropped ? job.dropped + 2 * own : 0};
+}
+/// The bits of 64 keys of a row.
+struct TileBits {
+  u32 hidden[2] = {}, dropped[2] = {};
+
+  DEVICE void load(const RowBits& row, u32 first) {
+    if (row.hidden) load8<true>(hidden, row.hidden + first / 8);
+    if (row.dropped) load8<true>(dropped, row.dropped + first / 8);
+  }
+  DEVICE bool hides(u32 key) const { return hidden[key / 32] >> key % 32 & 1; }
+  DEVICE bool drops(u32 key) const { return dropped[key / 32] >> key % 32 & 1; }
+};
 
 /// Begins to copy 64 rows of an operand.
 DEVICE void read_ahead(SharedTile& tile, u64 base, const Operand& operand, u32 first, u32 rows) {
@@ -163,10 +193,13 @@ struct Queries {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const AttentionJob job) {
-  if constexpr (!IS_HALF) return;
+template <bool MASKED>
+DEVICE void attend(const AttentionJob& job) {
   __shared__ SharedTile tiles[2][2];
   const Queries own(job);
+  RowBits rows[2] = {};
+  if constexpr (MASKED)
+    for (u32 h = 0; h < 2; h++) rows[h] = bits_of(job, own.pair, own.row[h]);
   const u64 k = rows_of(job, job.k, own.pair), v = rows_of(job, job.v, own.pair);
   const auto read_keys = [&](u32 first, SharedTile (&to)[2]) {
     read_ahead(to[0], k, job.k, first, job.keys), read_ahead(to[1], v, job.v, first, job.keys);
@@ -183,6 +216,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const Attenti
     __syncthreads();
     if (first + SIDE < own.end) read_keys(first + SIDE, tiles[turn ^ 1]);
     if (first >= own.most) continue;
+    TileBits bits[2];
+    if constexpr (MASKED) {
+      for (u32 h = 0; h < 2; h++) bits[h].load(rows[h], first);
+      const u32 all = bits[0].hidden[0] & bits[0].hidden[1] & bits[1].hidden[0] & bits[1].hidden[1];
+      if (__ballot_sync(ALL, all != ALL) == 0) continue;
+    }
     Sums<8> p;
     p.multiply(q, tiles[turn][0], 0, own.most - first);
     const bool whole = first + SIDE <= own.fewest;
@@ -192,7 +231,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const Attenti
 #pragma unroll
       for (u32 i = 0; i < 16; i++) {
         float& x = p.of[i / 2][2 * h + i % 2];
-        x = whole || first + i / 2 * 8 + own_column() + i % 2 < own.limit[h] ? x * factor : least;
+        const u32 key = i / 2 * 8 + own_column() + i % 2;
+        const bool sees = (whole || first + key < own.limit[h]) && !(MASKED && bits[h].hides(key));
+        x = sees ? x * factor : least;
         tile_largest = fmaxf(tile_largest, x);
       }
       const float now = fmaxf(largest[h], largest_of_four(tile_largest)), base = now == least ? 0 : now;
@@ -202,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const Attenti
       for (u32 i = 0; i < 16; i++) {
         float& x = p.of[i / 2][2 * h + i % 2];
         x = exp2_of(x - base), sum[h] += x;
+        if (MASKED && bits[h].drops(i / 2 * 8 + own_column() + i % 2)) x = 0;
         y.of[i / 2][2 * h + i % 2] *= kept;
       }
     }
@@ -210,18 +252,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const Attenti
 #pragma unroll
   for (u32 h = 0; h < 2; h++) {
     sum[h] = sum_of_four(sum[h]);
+    // All keys are hidden: the result is 0.
+    const bool has_none = MASKED && sum[h] == 0;
     if (lane() % 4 == 0 && own.row[h] < job.queries)
-      store_one<F32>(job.lse, (u64)own.pair * job.queries + own.row[h], largest[h] + log2f(sum[h]));
-    sum[h] = 1 / sum[h];
+      store_one<F32>(job.lse, (u64)own.pair * job.queries + own.row[h], has_none ? 0 : largest[h] + log2f(sum[h]));
+    sum[h] = has_none ? 0 : (MASKED ? job.keep : 1) / sum[h];
   }
   y.store(rows_of(job, job.y, own.pair), job.y, own.first, job.queries, sum);
 }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const AttentionJob job) {
+  if constexpr (IS_HALF) attend<false>(job);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_masked(const AttentionJob job) {
+  if constexpr (IS_HALF) attend<true>(job);
+}
 
-/// The gradient of the queries, and `delta`.
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward(const AttentionJob job) {
-  if constexpr (!IS_HALF) return;
+template <bool MASKED>
+DEVICE void attend_backward(const AttentionJob& job) {
   __shared__ SharedTile tiles[2][2];
   const Queries own(job);
+  RowBits rows[2] = {};
+  if constexpr (MASKED)
+    for (u32 h = 0; h < 2; h++) rows[h] = bits_of(job, own.pair, own.row[h]);
   const u64 k = rows_of(job, job.k, own.pair), v = rows_of(job, job.v, own.pair);
   const auto read_keys = [&](u32 first, SharedTile (&to)[2]) {
     read_ahead(to[0], k, job.k, first, job.keys), read_ahead(to[1], v, job.v, first, job.keys);
@@ -257,6 +309,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
     wait_for_copies();
     __syncthreads();
     if (first + SIDE < own.end) read_keys(first + SIDE, tiles[turn ^ 1]);
+    TileBits bits[2];
+    if constexpr (MASKED) {
+      for (u32 h = 0; h < 2; h++) bits[h].load(rows[h], first);
+      const u32 all = bits[0].hidden[0] & bits[0].hidden[1] & bits[1].hidden[0] & bits[1].hidden[1];
+      if (__ballot_sync(ALL, all != ALL) == 0) continue;
+    }
 #pragma unroll
     for (u32 half = 0; half < SIDE; half += SIDE / 2) {
       const u32 from = first + half;
@@ -267,9 +325,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
       const bool whole = from + SIDE / 2 <= own.fewest;
 #pragma unroll
       for (u32 i = 0; i < 16; i++) {
-        const u32 h = i / 2 % 2, column = from + i / 4 * 8 + own_column() + i % 2;
+        const u32 h = i / 2 % 2, key = half + i / 4 * 8 + own_column() + i % 2;
         const float share = exp2_of(fmaf(p.of[i / 4][i % 4], factor, -lse[h]));
-        dp.of[i / 4][i % 4] = whole || column < own.limit[h] ? share * (dp.of[i / 4][i % 4] - delta[h]) : 0;
+        const bool sees = (whole || first + key < own.limit[h]) && !(MASKED && bits[h].hides(key));
+        float& x = dp.of[i / 4][i % 4];
+        if (MASKED) x = bits[h].drops(key) ? 0 : x * job.keep;
+        x = sees ? share * (x - delta[h]) : 0;
       }
       dq.add(dp, tiles[turn][0], half, own.most - from);
     }
@@ -277,10 +338,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
   const float by[2] = {job.scale, job.scale};
   dq.store(rows_of(job, job.dq, own.pair), job.dq, own.first, job.queries, by);
 }
+/// The gradient of the queries, and `delta`.
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward(const AttentionJob job) {
+  if constexpr (IS_HALF) attend_backward<false>(job);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_masked(const AttentionJob job) {
+  if constexpr (IS_HALF) attend_backward<true>(job);
+}
 
-/// The gradients of keys and values, by blocks of 128 of them; after `attention_backward`.
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_keys(const AttentionJob job) {
-  if constexpr (!IS_HALF) return;
+template <bool MASKED>
+DEVICE void attend_backward_keys(const AttentionJob& job) {
   __shared__ SharedTile tiles[2][2];
   __shared__ float lse[2][SIDE], delta[2][SIDE];
   __shared__ u32 limit[2][SIDE];
@@ -322,21 +389,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
     for (u32 part = 0; part < SIDE; part += BAND) {
       if (first + part >= job.queries) continue;
       const u32 rows = job.queries - first - part;
+      // The bits of the warp's 16 keys, of the thread's four queries.
+      u32 hidden[4] = {}, dropped[4] = {};
+      if constexpr (MASKED) {
+        bool is_hidden = true;
+        for (u32 i = 0; i < 4; i++) {
+          const RowBits row = bits_of(job, pair, first + part + i / 2 * 8 + own_column() + i % 2);
+          if (row.hidden) hidden[i] = load2<true>(row.hidden + own / 8);
+          if (row.dropped) dropped[i] = load2<true>(row.dropped + own / 8);
+          is_hidden = is_hidden && hidden[i] == 0xffff;
+        }
+        if (__ballot_sync(ALL, !is_hidden) == 0) continue;
+      }
       Sums<2> p, dp;
       p.multiply(k, tiles[turn][0], part, rows);
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
-        const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = own + lane() / 4 + i / 2 % 2 * 8;
+        const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = lane() / 4 + i / 2 % 2 * 8;
         const float share = exp2_of(fmaf(p.of[i / 4][i % 4], factor, -lse[turn][row]));
-        p.of[i / 4][i % 4] = key < limit[turn][row] ? share : 0;
+        const bool sees = own + key < limit[turn][row] && !(hidden[i / 4 * 2 + i % 2] >> key & 1);
+        p.of[i / 4][i % 4] = sees ? share : 0;
       }
-      dv.add(p, tiles[turn][1], part, rows);
+      Sums<2> kept = p;
+      if constexpr (MASKED)
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+          const u32 key = lane() / 4 + i / 2 % 2 * 8;
+          kept.of[i / 4][i % 4] *= dropped[i / 4 * 2 + i % 2] >> key & 1 ? 0 : job.keep;
+        }
+      dv.add(kept, tiles[turn][1], part, rows);
       dp.multiply(v, tiles[turn][1], part, rows);
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
-        const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = own + lane() / 4 + i / 2 % 2 * 8;
-        const float dshare = p.of[i / 4][i % 4] * (dp.of[i / 4][i % 4] - delta[turn][row]);
-        dp.of[i / 4][i % 4] = key < limit[turn][row] ? dshare : 0;
+        const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = lane() / 4 + i / 2 % 2 * 8;
+        float& x = dp.of[i / 4][i % 4];
+        if (MASKED) x = dropped[i / 4 * 2 + i % 2] >> key & 1 ? 0 : x * job.keep;
+        const float dshare = p.of[i / 4][i % 4] * (x - delta[turn][row]);
+        x = own + key < limit[turn][row] ? dshare : 0;
       }
       dk.add(dp, tiles[turn][0], part, rows);
     }
@@ -344,4 +433,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention
   const float by[2] = {job.scale, job.scale}, once[2] = {1, 1};
   dk.store(rows_of(job, job.dk, pair), job.dk, own, job.keys, by);
   dv.store(rows_of(job, job.dv, pair), job.dv, own, job.keys, once);
+}
+/// The gradients of keys and values, by blocks of 128 of them; after `attention_backward`.
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_keys(const AttentionJob job) {
+  if constexpr (IS_HALF) attend_backward_keys<false>(job);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_keys_masked(const AttentionJob job) {
+  if constexpr (IS_HALF) attend_backward_keys<true>(job);
 }

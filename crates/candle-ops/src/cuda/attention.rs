@@ -8,13 +8,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
+use super::dropout::line_of;
 use super::fused_attention::Fused;
 use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::rows::Softmax;
 use super::{Kernel, Kernels, Output, one_type};
+use crate::elementwise::dropout::Factors;
 use crate::graph::custom_op::{apply1, apply3};
 use crate::sizes::{AttentionSizes, PackedSizes};
 
@@ -41,6 +43,7 @@ pub(super) fn packed(
         depths: [depth; 2],
         scale: (depth as f32).sqrt().recip(),
         seen: if causal { positions } else { 0 },
+        bits: None,
         budget: budget.unwrap_or(BUDGET),
     };
     let width = sizes.width();
@@ -71,17 +74,20 @@ pub(super) fn packed(
 }
 
 /// Attention of `[b, heads, queries, d]`, and keys and values of the corresponding shapes; `budget`
-/// as for [`packed`]. Heads with the same keys are the rows of one product.
+/// as for [`packed`]. Heads with the same keys are the rows of one product. With hidden keys, by a
+/// mask of `u8` of four dimensions, or with dropped weights, `None` unless the fused kernels support
+/// it.
 pub(super) fn separate(
     kernels: &Arc<Kernels>,
     [q, k, v]: [&Tensor; 3],
     sizes: &AttentionSizes,
+    masked: Masked<'_>,
     budget: Option<usize>,
-) -> Result<Tensor> {
+) -> Result<Option<Tensor>> {
     one_type("attention", q, [Some(k), Some(v)])?;
     let (q, k, v) = (&q.contiguous()?, &k.contiguous()?, &v.contiguous()?);
     let AttentionSizes { samples, heads, kv_heads, queries, keys, depth, value_depth, .. } = *sizes;
-    let of = Attention {
+    let mut of = Attention {
         dtype: q.dtype(),
         heads: 1,
         batch: samples * kv_heads,
@@ -90,6 +96,7 @@ pub(super) fn separate(
         depths: [depth, value_depth],
         scale: sizes.scale as f32,
         seen: if sizes.causal { queries } else { 0 },
+        bits: None,
         budget: budget.unwrap_or(BUDGET),
     };
     let place = |at: u64, rows: usize, line: usize| Place { at, head: 0, step: rows * line, line };
@@ -103,11 +110,19 @@ pub(super) fn separate(
     let y = kernels.empty((samples, heads, queries, value_depth), of.dtype)?;
     let at = [kernels.address(q)?, kernels.address(k)?, kernels.address(v)?];
     let fused = Fused::of(kernels, &of, inputs(at)).filter(|_| budget.is_none());
+    let kept_bits = match masked {
+        Masked { hidden: None, dropout: None } => None,
+        _ if fused.is_none() => return Ok(None),
+        masked => Some(masked.bits(kernels, &of, sizes)?),
+    };
+    of.bits = kept_bits.as_ref().map(|(bits, _)| *bits);
     let result = move |at: u64| place(at, of.queries, value_depth);
     // SAFETY: the inputs and the result.
     let kept = unsafe { of.forward(kernels, fused, inputs(at), result(y.at)) }?;
     let kernels = kernels.clone();
     let backward = move |[q, k, v]: [&Tensor; 3], y: &Tensor, dy: &Tensor| {
+        // Their addresses are in `of`.
+        let _kept = &kept_bits;
         let empty = |like: &Tensor| kernels.empty(like.shape(), of.dtype);
         let [dq, dk, dv] = [empty(q)?, empty(k)?, empty(v)?];
         let at = [kernels.address(q)?, kernels.address(k)?, kernels.address(v)?];
@@ -118,7 +133,63 @@ pub(super) fn separate(
         unsafe { of.backward(&kernels, fused, kept.as_ref(), inputs, results, gradients) }?;
         Ok([dq, dk, dv].map(|gradient| Some(gradient.tensor())))
     };
-    apply3(node("scaled_dot_product_attention", y, backward), [q, k, v])
+    apply3(node("scaled_dot_product_attention", y, backward), [q, k, v]).map(Some)
+}
+
+/// What attention leaves out.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Masked<'a> {
+    /// 0 where a query does not attend to a key: `u8` of four dimensions.
+    pub(super) hidden: Option<&'a Tensor>,
+    pub(super) dropout: Option<&'a Factors>,
+}
+
+/// The bits of hidden keys and dropped weights, as the kernels find them; see `attention.cu`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Bits {
+    pub(super) hidden: u64,
+    pub(super) dropped: u64,
+    /// Strides by sample, head and query.
+    pub(super) strides: [usize; 3],
+    pub(super) line: usize,
+    /// Heads with the same keys.
+    pub(super) group: usize,
+    /// Groups in a sample.
+    pub(super) pairs: usize,
+    pub(super) keep: f32,
+}
+
+impl Masked<'_> {
+    /// The bits, and the tensors that have them.
+    fn bits(
+        self,
+        kernels: &Kernels,
+        of: &Attention,
+        sizes: &AttentionSizes,
+    ) -> Result<(Bits, Vec<Tensor>)> {
+        let AttentionSizes { heads, kv_heads, keys, .. } = *sizes;
+        let (group, line) = (heads / kv_heads, line_of(keys));
+        let mut bits = Bits { line, group, pairs: kv_heads, keep: 1.0, ..Bits::default() };
+        let mut kept = Vec::new();
+        if let Some(mask) = self.hidden {
+            let [samples, of_heads, queries, _] = *mask.dims() else { bail!("{mask:?}") };
+            let hidden = mask.broadcast_as((samples, of_heads, queries, keys))?;
+            let hidden = kernels.hidden_bits(&hidden)?;
+            let stride = |extent: usize, inner: usize| if extent > 1 { inner * line } else { 0 };
+            let by_sample = stride(samples, of_heads * queries);
+            bits.strides = [by_sample, stride(of_heads, queries), stride(queries, 1)];
+            bits.hidden = kernels.address(&hidden)?;
+            kept.push(hidden);
+        }
+        if let Some(factors) = self.dropout {
+            let rows = of.batch * of.queries;
+            let draws = factors.on_device(rows * keys);
+            let dropped = kernels.dropped_bits(&draws, (rows, keys, of.seen))?;
+            (bits.dropped, bits.keep) = (kernels.address(&dropped)?, draws.keep);
+            kept.push(dropped);
+        }
+        Ok((bits, kept))
+    }
 }
 
 /// A gradient at an address aligned for vectors.
@@ -151,6 +222,8 @@ pub(super) struct Attention {
     pub(super) scale: f32,
     /// If not 0: query `i` attends only to the first `i % seen + 1` keys.
     pub(super) seen: usize,
+    /// Only for the fused kernels.
+    pub(super) bits: Option<Bits>,
     budget: usize,
 }
 

@@ -48,8 +48,12 @@ impl Fused {
         let lse = kernels.empty((of.batch * of.heads, of.queries), DType::F32)?;
         let job = AttentionJob { lse: lse.at, ..job(of, [q, k, v, y]) };
         let blocks = of.batch * of.heads * of.queries.div_ceil(ROWS);
+        let kernel = match of.bits {
+            None => Kernel::attention,
+            Some(_) => Kernel::attention_masked,
+        };
         // SAFETY: an `AttentionJob` of the forward pass; the caller vouches for the addresses.
-        unsafe { kernels.launch(of.dtype, Kernel::attention, blocks, &job) }?;
+        unsafe { kernels.launch(of.dtype, kernel, blocks, &job) }?;
         Ok(lse.tensor())
     }
 
@@ -78,9 +82,11 @@ impl Fused {
             delta: delta.at,
             ..job(of, [q, k, v, y])
         };
-        let steps =
-            [(Kernel::attention_backward, of.queries), (Kernel::attention_backward_keys, of.keys)];
-        for (kernel, rows) in steps {
+        let steps = match of.bits {
+            None => [Kernel::attention_backward, Kernel::attention_backward_keys],
+            Some(_) => [Kernel::attention_backward_masked, Kernel::attention_backward_keys_masked],
+        };
+        for (kernel, rows) in steps.into_iter().zip([of.queries, of.keys]) {
             let blocks = of.batch * of.heads * rows.div_ceil(ROWS);
             // SAFETY: an `AttentionJob` of the backward pass, in this order; as above.
             unsafe { kernels.launch(of.dtype, kernel, blocks, &job) }?;
@@ -92,6 +98,8 @@ impl Fused {
 /// The job of a call, without gradients and statistics.
 fn job(of: &Attention, [q, k, v, y]: [Place; 4]) -> AttentionJob {
     let [depth, value_depth] = of.depths;
+    let bits = of.bits.unwrap_or_default();
+    let [hidden_sample, hidden_head, hidden_query] = bits.strides.map(u32_of);
     AttentionJob {
         q: operand(q, depth),
         k: operand(k, depth),
@@ -103,6 +111,15 @@ fn job(of: &Attention, [q, k, v, y]: [Place; 4]) -> AttentionJob {
         keys: u32_of(of.keys),
         seen: u32_of(of.seen),
         scale: of.scale,
+        hidden: bits.hidden,
+        dropped: bits.dropped,
+        hidden_sample,
+        hidden_head,
+        hidden_query,
+        line: u32_of(bits.line),
+        group: u32_of(bits.group),
+        pairs: u32_of(bits.pairs),
+        keep: bits.keep,
         ..Default::default()
     }
 }

@@ -122,9 +122,20 @@ jobs! {
     AttentionJob {
         q: Operand, k: Operand, v: Operand, y: Operand,
         dy: Operand, dq: Operand, dk: Operand, dv: Operand,
-        lse: u64, delta: u64,
+        lse: u64, delta: u64, hidden: u64, dropped: u64,
         heads: u32, samples: u32, queries: u32, keys: u32, seen: u32, scale: f32,
+        hidden_sample: u32, hidden_head: u32, hidden_query: u32, line: u32, group: u32, pairs: u32,
+        keep: f32, unused: u32,
     }
+    /// The random words of a kernel's elements, and the probability.
+    Draws {
+        key0: u64, key1: u64, key2: u64, key3: u64, base: u64, position: u64, end: u32, keep: f32,
+    }
+    DropoutJob { x: u64, y: u64, count: u64, draws: Draws, }
+    DroppedJob {
+        draws: Draws, bits: u64, rows: u64, keys: u32, line: u32, seen: u32, unused: u32,
+    }
+    HiddenJob { mask: u64, bits: u64, rows: u64, keys: u32, line: u32, }
 }
 
 #[cfg(test)]

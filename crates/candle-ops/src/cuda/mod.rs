@@ -1,9 +1,9 @@
 //! The operators as CUDA kernels, for tensors on a GPU: faster than compositions of candle's
 //! operators.
 //!
-//! `ops.cu`, `images.cu`, `channels_last.cu`, `rows.cu` and `attention.cu` contain the kernels; the
-//! modules of this folder launch them, with the structs of `jobs.rs`, and `operators.rs` is the
-//! crate's trait over them. Memory belongs to candle, which frees it in stream order;
+//! `ops.cu`, `dropout.cu`, `images.cu`, `channels_last.cu`, `rows.cu` and `attention.cu` contain
+//! the kernels; the modules of this folder launch them, with the structs of `jobs.rs`, and
+//! `operators.rs` is the crate's trait over them. Memory belongs to candle, which frees it in stream order;
 //! all launches are in that stream, with their arguments by value, so nothing is copied from the
 //! host, and the host never waits. Matrix products use cuBLAS, through candle's handle; those in
 //! half precision with a bias use cuBLASLt (`biased.rs`); convolutions use cuDNN if it can be
@@ -33,6 +33,7 @@ mod biased;
 mod channels_last;
 mod conv;
 mod cudnn;
+mod dropout;
 mod elementwise;
 mod embedding;
 mod fused_attention;
@@ -105,6 +106,7 @@ fn macros() -> [Vec<String>; 3] {
 
 const SOURCE: &str = concat!(
     include_str!("ops.cu"),
+    include_str!("dropout.cu"),
     include_str!("images.cu"),
     include_str!("channels_last.cu"),
     include_str!("rows.cu"),
@@ -175,9 +177,15 @@ kernels! {
     embedding
     ends_of_ids
     embedding_backward
+    dropout
+    attention_dropped
+    attention_hidden
     attention
+    attention_masked
     attention_backward
+    attention_backward_masked
     attention_backward_keys
+    attention_backward_keys_masked
 }
 
 impl Context {
@@ -352,6 +360,8 @@ mod channels_last_tests;
 mod composed_tests;
 #[cfg(test)]
 mod cudnn_tests;
+#[cfg(test)]
+mod dropout_tests;
 #[cfg(test)]
 mod fused_attention_tests;
 #[cfg(test)]

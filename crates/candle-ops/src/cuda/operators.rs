@@ -4,7 +4,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::{Kernels, attention, conv, elementwise, embedding, linear, norm, pool, program, rows};
+use super::attention::Masked;
+use super::{
+    Kernels, attention, conv, dropout, elementwise, embedding, linear, norm, pool, program, rows,
+};
+use crate::elementwise::dropout::Factors;
 use crate::kernels::DeviceKernels;
 use crate::sizes::{
     AttentionSizes, BatchNormOptions, Grouped, LinearSizes, NormBy, PackedSizes, Planes, Running,
@@ -29,6 +33,10 @@ impl DeviceKernels for Kernels {
 
     fn softmax(self: Arc<Self>, x: &Tensor) -> Result<Tensor> {
         rows::softmax(&self, x)
+    }
+
+    fn dropout(self: Arc<Self>, x: &Tensor, factors: &Factors) -> Result<Tensor> {
+        dropout::dropout(&self, x, factors)
     }
 
     fn add(self: Arc<Self>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
@@ -111,8 +119,14 @@ impl DeviceKernels for Kernels {
         attention::packed(&self, qkv, sizes, None)
     }
 
-    fn attention(self: Arc<Self>, qkv: [&Tensor; 3], sizes: &AttentionSizes) -> Result<Tensor> {
-        attention::separate(&self, qkv, sizes, None)
+    fn attention(
+        self: Arc<Self>,
+        qkv: [&Tensor; 3],
+        sizes: &AttentionSizes,
+        hidden: Option<&Tensor>,
+        dropout: Option<&Factors>,
+    ) -> Result<Option<Tensor>> {
+        attention::separate(&self, qkv, sizes, Masked { hidden, dropout }, None)
     }
 
     fn cross_entropy(self: Arc<Self>, logits: &Tensor, labels: &Tensor) -> Result<Tensor> {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use proptest::prelude::*;
 
 use super::Kernels;
-use super::attention::{packed, separate};
+use super::attention::{Masked, packed, separate};
 use super::tests::{
     TYPES, assert_alike, assert_sums_alike, kernels, own_launches, run_on, with_kernels,
 };
@@ -322,7 +322,9 @@ fn attention_of_separate_tensors_is_the_cpus() {
             let run = |budget: usize| {
                 let op = |t: &[Tensor]| {
                     let sizes = Problem::new([&t[0], &t[1], &t[2]], options)?.sizes;
-                    separate(&kernels, [&t[0], &t[1], &t[2]], &sizes, Some(budget))
+                    let qkv = [&t[0], &t[1], &t[2]];
+                    let y = separate(&kernels, qkv, &sizes, Masked::default(), Some(budget))?;
+                    Ok(y.expect("nothing is masked"))
                 };
                 let all = with_kernels(&kernels, || run_on(&device, &f16, &op));
                 all.iter().map(flat).collect::<Vec<_>>()

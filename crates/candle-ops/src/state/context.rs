@@ -14,6 +14,7 @@ use std::mem;
 use std::sync::Arc;
 
 use amp::Autocast;
+use candle_core::Tensor;
 
 use super::autotune::{Autotune, AutotuneSummary};
 use super::constants::Constants;
@@ -53,6 +54,7 @@ thread_local! {
 pub struct Context {
     pub(crate) mode: Mode,
     pub(crate) random: Random,
+    pub(crate) random_base: Option<RandomBase>,
     pub(crate) autocast: Option<Region>,
     pub(crate) autotune: Option<Autotune>,
     pub(crate) constants: Constants,
@@ -82,6 +84,18 @@ impl Region {
     pub(crate) const fn new(policy: Autocast) -> Self {
         Self { policy, lowered: 0 }
     }
+}
+
+/// A position of random numbers in memory of the device, see [`with_random_base`].
+#[derive(Clone, Debug)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "read by kernels"))]
+pub(crate) struct RandomBase {
+    /// One number of `i64`.
+    pub(crate) at: Tensor,
+    /// The same number.
+    pub(crate) position: u64,
+    /// Number of words drawn by kernels since.
+    pub(crate) drawn: u64,
 }
 
 impl Context {
@@ -225,6 +239,21 @@ pub fn random_position() -> u64 {
 /// pass that is repeated.
 pub fn set_random_position(position: u64) {
     with(|context| context.set_random_position(position));
+}
+
+/// The key of the entered context's random numbers: the seed's.
+pub fn random_key() -> [u64; 4] {
+    with(|context| context.random.key())
+}
+
+/// Runs `call`, in which kernels read the present position of random numbers from the tensor `at`, a
+/// number of `i64` on the device: a CUDA graph of the call draws from the position that `at` has
+/// when it is launched. Also returns the number of words that kernels have drawn; others were drawn
+/// on the host.
+pub fn with_random_base<R>(at: &Tensor, call: impl FnOnce() -> R) -> (R, u64) {
+    let base = RandomBase { at: at.clone(), position: random_position(), drawn: 0 };
+    let (result, base) = replacing(|context| &mut context.random_base, Some(base), call);
+    (result, base.map_or(0, |base| base.drawn))
 }
 
 /// Runs `call` without autotuning, which is restored afterwards.

@@ -20,6 +20,12 @@ impl Random {
         u64::try_from(self.0.get_word_pos()).unwrap_or(u64::MAX)
     }
 
+    /// The key of the stream: with a block's number all that ChaCha8 needs.
+    pub(crate) fn key(&self) -> [u64; 4] {
+        let seed = self.0.get_seed();
+        [0, 8, 16, 24].map(|at| u64::from_le_bytes(std::array::from_fn(|i| seed[at + i])))
+    }
+
     /// Draws a word.
     pub(crate) fn next(&mut self) -> u32 {
         self.0.next_u32()

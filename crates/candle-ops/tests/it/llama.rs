@@ -85,7 +85,7 @@ fn logits_gradients_and_text_equal_those_of_transformers() {
 /// Texts are read at once, token by token, and in parts of several tokens.
 #[test]
 fn cached_logits_equal_those_of_whole_texts() {
-    for (dtype, tolerance) in [(DType::F32, 2e-6), (DType::F64, 1e-7), (DType::BF16, 0.03)] {
+    for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-7), (DType::BF16, 0.03)] {
         let net = load("plain", &VarMap::new(), dtype);
         let tokens = &values("plain")["tokens"];
         let whole = net.forward(tokens).unwrap();

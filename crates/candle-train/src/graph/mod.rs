@@ -11,9 +11,9 @@
 //! for bit, including running statistics; from then on graph launches. After any failure steps stay
 //! eager, with the failure as reason in the report.
 //!
-//! The following would be frozen in a capture without an error, and is detected: random masks
-//! (random numbers drawn during capture are counted), values copied to the host (candle returns an
-//! error), labels and indices (checked on the host before each launch, see
+//! Kernels draw masks of dropout from a position that is one of the fixed tensors. The following
+//! would be frozen in a capture without an error, and is detected: random numbers drawn on the host
+//! (they are counted), values copied to the host (candle returns an error), labels and indices (checked on the host before each launch, see
 //! `candle_ops::known_inputs`), tensors that outlive the step (allocations are counted). Values
 //! computed on the host from anything other than batch and weights are detected by the comparison,
 //! if they have changed by then.
@@ -35,7 +35,7 @@ use std::mem::{Discriminant, discriminant};
 use std::thread::{self, ThreadId};
 
 use candle_core::Tensor;
-use candle_ops::context::{random_position, set_random_position};
+use candle_ops::context::{random_key, random_position, set_random_position};
 use candle_ops::known_inputs::IndexCheck;
 use fused_optim::cuda::DeviceSlice;
 use fused_optim::{FoundInf, Launches, StepCtl};
@@ -322,13 +322,17 @@ struct Step {
     thread: ThreadId,
     /// Launches of the optimizer step in the graph.
     launches: Option<Launches>,
+    /// Number of random words that a step draws, and the key of their stream.
+    drawn: u64,
+    random_key: [u64; 4],
 }
 
 impl Step {
     /// Returns whether all addresses are unchanged; prepares the optimizer step in the graph.
     fn holds<M: GraphModel>(&self, model: &M, cx: &mut StepContext<'_>) -> Result<bool, M::Error> {
         let addresses = addresses(model).map_err(|e| failed::<M>("lending a tensor", e))?;
-        if self.thread != thread::current().id() || self.addresses != addresses {
+        let is_same = self.addresses == addresses && self.random_key == random_key();
+        if self.thread != thread::current().id() || !is_same {
             return Ok(false);
         }
         match self.optimizer_step(cx) {
@@ -362,6 +366,7 @@ impl Step {
         self.outputs.part().map_err(|e| failed::<M>("keeping gradients", e))?;
         self.inputs.fill(model, batch, cx.loss_scale)?;
         self.graph.launch().map_err(|e| failed::<M>("launching a step", e))?;
+        set_random_position(random_position().wrapping_add(self.drawn));
         let losses = model.losses(&self.outputs.own.scalars)?;
         if let Some(step) = self.optimizer_step(cx) {
             let outcome = on_device(&mut *step.optimizer)
@@ -383,7 +388,7 @@ impl Step {
     ) -> Result<(Computed, Result<(), Refusal>), M::Error> {
         self.inputs.fill(model, batch, cx.loss_scale)?;
         let before = ForwardState::of(model).map_err(copying::<M>)?;
-        let computed = self.inputs.compute(model, batch)?;
+        let (computed, _) = self.inputs.compute(model, batch)?;
         let after = ForwardState::of(model).map_err(copying::<M>)?;
         before.restore(model).map_err(copying::<M>)?;
         if let Some(OptimizerStep { optimizer, ctl, .. }) = self.optimizer_step(cx) {
@@ -444,11 +449,12 @@ fn capture<M: GraphModel>(
 ) -> Result<(Computed, Result<Step, Refusal>), M::Error> {
     let device = model.inputs().device().as_cuda_device().map_err(|e| failed::<M>("capture", e))?;
     let inputs = Inputs::new(model, batch, cx.loss_scale)?;
-    let drawn = random_position();
+    let start = random_position();
     // From here to the end of the capture candle keeps the data it sends.
     let kept = device.enable_cuda_graph_htod_cache();
-    let computed = inputs.compute(model, batch)?;
-    if random_position() != drawn {
+    let (computed, drawn) = inputs.compute(model, batch)?;
+    let end = start.wrapping_add(drawn);
+    if random_position() != end {
         return Ok((computed, Err(DRAWS.to_owned())));
     }
     let outputs = match Outputs::like(&computed) {
@@ -468,8 +474,8 @@ fn capture<M: GraphModel>(
         Ok::<_, M::Error>(checks)
     });
     drop(kept);
-    let has_drawn = random_position() != drawn;
-    set_random_position(drawn);
+    let has_drawn = random_position() != end.wrapping_add(drawn);
+    set_random_position(end);
     let (graph, checks) = match recorded {
         Ok(_) if has_drawn => return Ok((computed, Err(DRAWS.to_owned()))),
         Ok(recorded) => recorded,
@@ -488,11 +494,13 @@ fn capture<M: GraphModel>(
     }
     let addresses = addresses(model).map_err(|e| failed::<M>("lending a tensor", e))?;
     let thread = thread::current().id();
-    let step = Step { graph, inputs, outputs, checks, addresses, thread, launches };
+    let random_key = random_key();
+    let step =
+        Step { graph, inputs, outputs, checks, addresses, thread, launches, drawn, random_key };
     Ok((computed, Ok(step)))
 }
 
-const DRAWS: &str = "random numbers, such as masks of dropout, are drawn on the host in each step";
+const DRAWS: &str = "random numbers are drawn on the host in each step, by `rand`, `randn` or `gumbel_softmax`, or for a mask of `f64`";
 
 /// Runs a step after a failed capture. If the model keeps tensors of the capture, they have no
 /// memory, and freeing each causes an error of the driver, once: this happens here instead of in a

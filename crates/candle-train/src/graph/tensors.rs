@@ -3,6 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use candle_core::{Tensor, bail};
+use candle_ops::context::{random_position, with_random_base};
 use candle_ops::known_inputs::IndexCheck;
 use parking_lot::Mutex;
 use train_data::{ArrayData, Batch};
@@ -52,6 +53,8 @@ impl Computed {
 pub(super) struct Inputs {
     fields: Fields,
     scale: Tensor,
+    /// The position of random numbers at the step's beginning.
+    position: Tensor,
 }
 
 impl Inputs {
@@ -62,8 +65,10 @@ impl Inputs {
     ) -> Result<Self, M::Error> {
         let to = model.inputs();
         let scale = Tensor::new(scale, to.device()).map_err(|e| failed::<M>("loss scale", e))?;
+        let position = Tensor::new(&[position()], to.device());
+        let position = position.map_err(|e| failed::<M>("random numbers", e))?;
         let fields = to.fields(batch).map_err(|e| failed::<M>("batch", e))?;
-        Ok(Self { fields, scale })
+        Ok(Self { fields, scale, position })
     }
 
     pub(super) fn fill<M: GraphModel>(
@@ -77,16 +82,21 @@ impl Inputs {
         pairs
             .try_for_each(|((_, tensor), (_, array))| to.fill(tensor, array.data()))
             .and_then(|()| to.fill(&self.scale, &ArrayData::F32(vec![scale])))
+            .and_then(|()| to.fill(&self.position, &ArrayData::I64(vec![position()])))
             .map_err(|e| failed::<M>("batch", e))
     }
 
-    /// Runs forward and backward on these tensors, whose contents are those of `batch`.
+    /// Runs forward and backward on these tensors, whose contents are those of `batch` and of the
+    /// present position. Also returns the number of random words that kernels have drawn.
     pub(super) fn compute<M: GraphModel>(
         &self,
         model: &M,
         batch: &Batch,
-    ) -> Result<Computed, M::Error> {
-        self.fields.with_known(batch, || model.compute(&self.fields, &self.scale))
+    ) -> Result<(Computed, u64), M::Error> {
+        let call = || model.compute(&self.fields, &self.scale);
+        let call = || self.fields.with_known(batch, call);
+        let (computed, drawn) = with_random_base(&self.position, call);
+        Ok((computed?, drawn))
     }
 
     /// As [`compute`](Self::compute), in a capture.
@@ -96,9 +106,15 @@ impl Inputs {
         batch: &Batch,
     ) -> Result<(Computed, Vec<IndexCheck>), M::Error> {
         let call = || model.compute(&self.fields, &self.scale);
-        let (computed, checks) = self.fields.in_capture(batch, call);
+        let call = || self.fields.in_capture(batch, call);
+        let ((computed, checks), _) = with_random_base(&self.position, call);
         Ok((computed?, checks))
     }
+}
+
+/// The position of random numbers, as the kernels read it.
+fn position() -> i64 {
+    random_position().cast_signed()
 }
 
 /// Output tensors of a captured step.

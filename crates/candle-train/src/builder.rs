@@ -4,15 +4,13 @@
 use std::cell::Cell;
 use std::fmt;
 use std::sync::PoisonError;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use amp::{Autocast, DType, LossScaler};
 use candle_core::{Device, Var};
 use candle_nn::VarMap;
 use candle_ops::Context;
-use collective::init::Accelerator;
+use collective::ProcessGroup;
 use collective::reducer::ReducerOptions;
-use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
 use fused_optim::candle::FromVars;
 use fused_optim::{Averaged, Clip, CpuOptimizer, HyperParam, Optimizer, ParamGroup, WeightAverage};
 #[cfg(doc)]
@@ -21,11 +19,12 @@ use train_step::{CompileOptions, Multipliers, Paramwise, RunLength, SchedulerCon
 
 use crate::backward::ParamIndex;
 use crate::compile::Compiled;
+use crate::device::join;
 use crate::inputs::Inputs;
 use crate::tensors::{ModelTensors, check_group};
 use crate::trainer::Trainer;
 use crate::variables::{Statistics, Variables};
-use crate::{Error, Result, cuda_device, process};
+use crate::{Error, Result, process};
 
 /// Options of a [`Trainer`].
 #[must_use = "nothing is made before `build`"]
@@ -524,45 +523,6 @@ fn multiply(optimizer: &mut dyn Optimizer, group: usize, factors: Multipliers) -
         }
     }
     Ok(())
-}
-
-/// The device of this rank: with the feature `cuda` the GPU with the index of the local rank, as
-/// [`cuda_device`] opens it; otherwise the CPU. Call it before the first tensor is created: if
-/// several ranks share a machine, it limits candle's own operators to one thread
-/// (`RAYON_NUM_THREADS`, unless it is set).
-///
-/// # Errors
-///
-/// An environment that no launcher sets, with the variable; a GPU that does not exist.
-pub fn device() -> Result<Device> {
-    process::limit_threads();
-    let topology = topology()?;
-    if !cfg!(feature = "cuda") {
-        return Ok(Device::Cpu);
-    }
-    Ok(cuda_device(topology.device(Accelerator::Cuda)?)?)
-}
-
-fn topology() -> Result<Topology> {
-    Ok(Topology::from_env(|name| std::env::var(name).ok())?)
-}
-
-/// Initializes the process group described by the launcher's environment.
-fn join(device: &Device) -> Result<ProcessGroup> {
-    // Each trainer of a program has its own process group.
-    static COUNT: AtomicUsize = AtomicUsize::new(0);
-    // Relaxed: only a counter.
-    let name = format!("candle-train-{}", COUNT.fetch_add(1, Ordering::Relaxed));
-    let topology = topology()?;
-    let options = GroupOptions::default().with_name(name);
-    if cfg!(feature = "cuda") && device.is_cuda() && topology.world_size > 1 {
-        let index = topology.device(Accelerator::Cuda)?;
-        let index = u32::try_from(index)
-            .map_err(|_| Error::InvalidArgument(format!("CUDA device {index}")))?;
-        let options = options.with_transport(collective::Transport::Nccl).with_cuda_device(index);
-        return Ok(init_process_group(&topology, options)?);
-    }
-    Ok(init_process_group(&topology, options)?)
 }
 
 /// Device of a variable of a map in which there may be several, or none.

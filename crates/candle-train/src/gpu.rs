@@ -13,9 +13,9 @@ use std::any::Any;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, DriverError};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaStorage, Storage, Tensor};
+use candle_core::{CudaStorage, Storage, Tensor, Var};
 use collective::ProcessGroup;
-use collective::device::{DeviceBuf, DeviceStream};
+use collective::device::{DeviceBuf, DeviceStream, DeviceWork};
 use collective::reducer::{BucketKernels, BucketPlan, DeviceReducer, ParamInfo, ReducerOptions};
 use fused_optim::candle::{lend_on_gpu, tensor};
 use fused_optim::cuda::LaunchShape;
@@ -85,6 +85,36 @@ impl ModelTensors {
         // SAFETY: candle frees the tensor in the order of this stream, after the copy. It is not
         // overwritten before either: later steps and graph launches are ordered after the copy.
         unsafe { gpu.read_later(address, 8 * (end - start)) }.map_err(candle_core::Error::wrap)
+    }
+}
+
+impl ModelTensors {
+    /// Broadcasts the values of rank 0 of these variables over the GPUs of `group`, in the order of
+    /// candle's stream. `None`, and nothing is done, if the group or one of the variables is on the
+    /// host, or one is of a type that gradients do not have.
+    ///
+    /// # Errors
+    ///
+    /// Those of the group.
+    pub fn broadcast(
+        &self,
+        vars: &[(String, Var)],
+        group: &ProcessGroup,
+    ) -> Result<Option<DeviceWork>> {
+        let Ok(gpu) = self.on_gpu() else { return Ok(None) };
+        let tensors: Vec<_> = vars.iter().map(|(_, var)| var.as_detached_tensor()).collect();
+        if group.backend_name() != "nccl" || check_streams(&tensors, gpu).is_err() {
+            return Ok(None);
+        }
+        let mut calls = group.device()?;
+        for tensor in &tensors {
+            let Ok(at) = address(tensor) else { return Ok(None) };
+            // SAFETY: the variable's memory, which candle frees in the order of its stream.
+            calls = calls.broadcast(unsafe { DeviceBuf::from_slice(at) }?, 0)?;
+        }
+        // SAFETY: candle's stream on the group's device, which `self` keeps.
+        let stream = unsafe { DeviceStream::from_raw(gpu.stream().cu_stream().cast()) };
+        Ok(Some(calls.enqueue(stream)?))
     }
 }
 
@@ -251,6 +281,10 @@ impl DeviceBuckets for Buckets {
             *average = at.map(|at| Average { at, gpu: self.gpu.clone() });
         }
         Ok(())
+    }
+
+    fn settle(&self) -> Result<()> {
+        Ok(self.reducer.wait()?)
     }
 
     fn grad(&self, index: usize) -> Option<&dyn DeviceTensor> {

@@ -58,8 +58,8 @@ mod backward;
 mod batches;
 mod builder;
 mod compile;
-mod cuda_device;
 mod data;
+mod device;
 mod error;
 mod eval;
 mod first_step;
@@ -88,12 +88,12 @@ pub use age::age;
 pub use amp::{LossScaler, LossScalerOptions};
 pub use averages::DataParallel;
 pub use backward::ParamIndex;
-pub use builder::{IntoOptimizer, TrainerBuilder, device};
+pub use builder::{IntoOptimizer, TrainerBuilder};
 pub use candle_ops::nn::seeded;
 pub use collective::reducer::ReducerOptions;
 pub use collective::{GroupOptions, ProcessGroup, Topology, init_process_group};
-pub use cuda_device::cuda_device;
 pub use data::{Fields, array, tensor};
+pub use device::{cuda_device, device};
 pub use error::{Error, Result};
 pub use fused_optim::{
     self, AdadeltaHyper, AdamHyper, AdamWHyper, Clip, ClipNorm, HyperParam, LambHyper, LionHyper,

@@ -97,7 +97,8 @@ impl Trainer {
     /// all drop the whole step: its last batch is an error on all, also on the rank that has failed
     /// in an earlier batch. After a failure of the process group, an update that fails (other than
     /// by [`NonFinite`]), and on several GPUs after any error, all later calls fail, and
-    /// other ranks may have taken the step.
+    /// other ranks may have taken the step. On several GPUs a failure that a step without mixed
+    /// precision does not wait for is an error of [`settle`](Self::settle).
     pub fn step(&mut self, forward: impl FnMut() -> candle_core::Result<Tensor>) -> Result<Step> {
         self.train(None, |pass, tensors, cx| pass.run_alone(forward, tensors, cx))
             .map_err(|error| self.failed("step", error))
@@ -193,8 +194,22 @@ impl Trainer {
             Outcome::Accumulated => Ok(()),
             // After the step and not before the next one: an evaluation, and a run resumed from
             // what rank 0 saves, have the same statistics on all ranks.
-            _ => self.variables.broadcast_buffers(self.group()),
+            _ => self.broadcast_buffers(),
         }
+    }
+
+    /// Gives all ranks the buffers of rank 0; on GPUs without waiting for them.
+    fn broadcast_buffers(&self) -> Result<()> {
+        let (buffers, group) = (&self.variables.buffers, self.group());
+        if buffers.is_empty() || group.world_size() == 1 {
+            return Ok(());
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(work) = self.tensors.broadcast(buffers, group)? {
+            self.core.watch(work);
+            return Ok(());
+        }
+        self.variables.broadcast_buffers(group)
     }
 
     /// An error of one of the methods that all ranks call, with advice.
@@ -280,6 +295,21 @@ impl Trainer {
     ) -> Result<Vec<WrongGradient>> {
         let Self { variables, tensors, index, context, .. } = self;
         context.enter(|| check_all((tensors, variables, index), &mut forward))
+    }
+
+    /// Waits until the averages of all steps have ended on the GPUs, and returns their failure: of a
+    /// rank that died meanwhile, say. On the CPU a step does so itself, and in mixed precision on
+    /// GPUs, too. After another step on several GPUs the weights are those of all ranks' gradients
+    /// only if this, or [`mean`](Self::mean), [`sum`](Self::sum), [`save`](Self::save),
+    /// [`batches`](Self::batches) or [`batches_of`](Self::batches_of), which call it, has returned
+    /// `Ok`: call it before weights are used otherwise, by [`evaluate`](Self::evaluate) or by
+    /// candle's `VarMap::save`.
+    ///
+    /// # Errors
+    ///
+    /// The failure of a rank or of a GPU. The weights are unspecified then.
+    pub fn settle(&self) -> Result<()> {
+        self.core.settle().map_err(|error| self.failed("settle", error.into()))
     }
 
     /// Drops the gradients of the batches since the last step. Within an epoch of

@@ -230,7 +230,10 @@ mod tests {
             let error = PadCollate::new(0.0).field("labels", -100.0).collate(samples).unwrap_err();
             let says = format!("has no field `labels`, which sample {has} has");
             let error = error.to_string();
-            assert!(error.contains(&format!("sample {lacks} ")) && error.contains(&says), "{error}");
+            assert!(
+                error.contains(&format!("sample {lacks} ")) && error.contains(&says),
+                "{error}"
+            );
         }
     }
 

@@ -110,6 +110,13 @@ pub trait DeviceBuckets: Send + fmt::Debug {
     /// Those of [`collective::reducer::DeviceReducer::finish`].
     fn finish(&mut self) -> Result<()>;
 
+    /// Blocks until the averages begun so far have ended on the device.
+    ///
+    /// # Errors
+    ///
+    /// The failure of one of them: it is unspecified, also for a step that has used it since.
+    fn settle(&self) -> Result<()>;
+
     /// Returns the average of a parameter's gradients if a pass since
     /// [`zero_grad`](Self::zero_grad) had any.
     fn grad(&self, index: usize) -> Option<&dyn DeviceTensor>;

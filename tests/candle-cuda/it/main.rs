@@ -5,6 +5,7 @@
 
 mod graph;
 mod operators;
+mod several;
 mod step_on;
 mod strict;
 mod trainer;

@@ -117,6 +117,7 @@ pub(super) fn validate(runner: &mut Runner, metrics: &mut Metrics) -> Result<Opt
         return Ok(None);
     }
     runner.check_all_losses()?;
+    runner.settle()?;
     Ok(match evaluate(runner, EvalSplit::Val)? {
         Ok(fresh) => {
             // The ranks exchange before the next iteration, because batches of another data set

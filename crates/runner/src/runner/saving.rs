@@ -131,6 +131,7 @@ impl Runner {
         std::iter::once(&save.name).chain(&save.replaces).try_for_each(|n| check_name(n))?;
         let checked = self.check_all_losses();
         self.or_abort(checked)?;
+        self.settle()?;
         self.compare_rates()?;
         let found = self.find_non_finite();
         if let Some(found) = self.or_abort(found)? {
@@ -145,6 +146,12 @@ impl Runner {
             self.write_requested()?;
         }
         Ok(true)
+    }
+
+    /// Returns an error if averages of gradients have failed that a step has used.
+    pub(super) fn settle(&mut self) -> Result<()> {
+        let settled = self.model.settle().map_err(Error::from);
+        self.or_abort(settled)
     }
 
     /// Calls `stage` on every hook in order, then saves the checkpoints that they requested. While

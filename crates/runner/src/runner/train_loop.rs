@@ -61,6 +61,7 @@ pub(super) fn train(runner: &mut Runner) -> Result<Metrics> {
         runner.call_hooks(|hook, runner| hook.after_run(runner))?;
         return Err(Error::Interrupted { signal: signal.into(), saved });
     }
+    runner.settle()?;
     runner.call_hooks(|hook, runner| hook.after_train(runner))?;
     runner.compare_rates()?;
     let divergence = runner.divergence()?;

@@ -13,6 +13,7 @@
 
 use std::sync::Arc;
 
+use collective::device::DeviceWork;
 use collective::reducer::{CommHook, ParamInfo};
 use collective::{
     ProcessGroup, ReduceOp,
@@ -53,6 +54,8 @@ struct Inner {
     /// Device buckets that average in passes with `sync`; one for each reducer, which it replaces.
     buckets: Vec<Box<dyn DeviceBuckets>>,
     sync: bool,
+    /// The last operation of the model's own on a device.
+    watched: Option<DeviceWork>,
 }
 
 impl Inner {
@@ -131,6 +134,12 @@ impl DistributedDataParallel {
         self.inner.lock().passes_unchanged()
     }
 
+    /// Lets [`settle`](ModelWrapper::settle) wait for this operation, too, instead of the last one
+    /// of this call.
+    pub(crate) fn watch(&self, work: DeviceWork) {
+        self.inner.lock().watched = Some(work);
+    }
+
     /// Creates the wrapper and joins the group. Every rank calls this with the same parameters in
     /// the same order.
     ///
@@ -204,8 +213,8 @@ impl DistributedDataParallel {
         }
         let dtypes = params.iter().map(|p| p.dtype).collect();
         let kept = params.iter().map(|_| None).collect();
-        let (buckets, sync) = (Vec::new(), true);
-        let inner = Inner { reducers, route, dtypes, options, kept, alone, buckets, sync };
+        let (buckets, sync, watched) = (Vec::new(), true, None);
+        let inner = Inner { reducers, route, dtypes, options, kept, alone, buckets, sync, watched };
         let inner = Arc::new(Mutex::new(inner));
         Ok(Self { inner, group: None, buffers_due: true })
     }
@@ -313,6 +322,12 @@ impl ModelWrapper for DistributedDataParallel {
     ) -> Result<()> {
         let inner = self.inner.lock();
         visit(&(0..inner.route.len()).map(|index| inner.gradient(index)).collect::<Vec<_>>())
+    }
+
+    fn settle(&self) -> Result<()> {
+        let inner = self.inner.lock();
+        inner.buckets.iter().try_for_each(|buckets| buckets.settle())?;
+        Ok(inner.watched.as_ref().map_or(Ok(()), DeviceWork::wait)?)
     }
 
     fn place(&mut self, model: &mut dyn Model) -> Result<()> {

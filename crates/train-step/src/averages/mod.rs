@@ -42,6 +42,16 @@ pub trait ModelWrapper: Send {
     /// [`collective::Error::UnusedParameters`] if a parameter got no gradient; a peer's failure.
     fn finish(&mut self) -> Result<()>;
 
+    /// Returns an error if averages of gradients have failed that an optimizer step may have used.
+    /// On a device, where [`finish`](Self::finish) does not wait, this does.
+    ///
+    /// # Errors
+    ///
+    /// A peer's failure.
+    fn settle(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Called once before training with a model on the device of the optimizer: a wrapper whose
     /// group supports that device averages gradients there from now on. Every rank calls it.
     ///
@@ -202,6 +212,10 @@ impl<T: WrapperOver> ModelWrapper for T {
 
     fn finish(&mut self) -> Result<()> {
         WrapperOver::finish(self)
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.inner().settle()
     }
 
     fn place(&mut self, model: &mut dyn Model) -> Result<()> {

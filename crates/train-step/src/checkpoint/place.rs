@@ -86,7 +86,11 @@ impl Places {
             && *known != Some(other)
         {
             self.lock = None;
-            let since = if known.is_some() { "since this run read or wrote it" } else { "since this run began" };
+            let since = if known.is_some() {
+                "since this run read or wrote it"
+            } else {
+                "since this run began"
+            };
             return Err(format!(
                 "another run has saved there {since}{}: end one of both, or give each a path of its own, or \
                  remove the file, and this run saves again",

@@ -434,6 +434,10 @@ impl OptimWrapper {
         model: &dyn Model,
         wrapper: &dyn ModelWrapper,
     ) -> Result<()> {
+        if ctl.found_inf == FoundInf::Check {
+            // The host has waited for the step, so this costs nothing.
+            wrapper.settle()?;
+        }
         self.last = Some(applied);
         self.counts.clear();
         let is_skipped = applied == Applied::SkippedNonFinite;

@@ -7,10 +7,12 @@
 //! Invariant: either all ranks update the variables, with the same factor and hyper-parameters, or
 //! none does, or the group is aborted.
 
+use collective::device::DeviceWork;
 use collective::object::all_gather_object;
 use fused_optim::HyperParam;
 
 use super::Trainer;
+use crate::averages::ModelWrapper;
 use crate::{Error, Result};
 
 /// Methods that all ranks call together.
@@ -86,12 +88,29 @@ impl Trainer {
         result
     }
 
+    /// Waits until the averages of all steps have ended, and returns their failure: of a rank that
+    /// died meanwhile, say. On the host a step does so itself, and on devices one in mixed
+    /// precision. After another step on devices the weights are those of all ranks' gradients only
+    /// if this, or [`mean`](Self::mean), [`sum`](Self::sum), [`save`](Self::save) or
+    /// [`begin_epoch`](Self::begin_epoch), which call it, has returned `Ok`: call it before weights
+    /// are used otherwise.
+    ///
+    /// # Errors
+    ///
+    /// The failure of a rank or of the device. The weights are unspecified then.
+    pub fn settle(&self) -> Result<()> {
+        self.or_abort(self.averages.gradients().settle())
+    }
+
+    /// Lets [`settle`](Self::settle) wait for this operation of the model's own on its device, such
+    /// as a broadcast of buffers, and for those of earlier calls in the same stream.
+    pub fn watch(&self, work: DeviceWork) {
+        self.averages.gradients().watch(work);
+    }
+
     /// Compares the ranks' calls, and fails on all ranks if they differ.
     pub(super) fn announce(&self, call: &str) -> Result<()> {
-        match self.world_size() {
-            1 => Ok(()),
-            _ => self.compare_calls(call, 0).map(drop),
-        }
+        self.announce_result(call, Ok(()))
     }
 
     /// As [`announce`](Self::announce); fails on all ranks if the arguments of one are an error.
@@ -103,6 +122,7 @@ impl Trainer {
         if self.world_size() == 1 {
             return own;
         }
+        self.settle()?;
         let failed = self.compare_calls(call, own.is_err().into())?;
         match (own, failed.iter().position(|failed| *failed != 0)) {
             (Ok(_), Some(rank)) => {

@@ -93,7 +93,10 @@ fn a_run_does_not_overwrite_what_another_has_saved_since() {
     assert_eq!(second.resume(&path).unwrap(), 1);
     second.save(&path, 2).unwrap();
     let error = first.save(&path, 2).unwrap_err().to_string();
-    assert!(error.contains("another run has saved there since this run read or wrote it"), "{error}");
+    assert!(
+        error.contains("another run has saved there since this run read or wrote it"),
+        "{error}"
+    );
     assert!(error.contains("or remove the file, and this run saves again"), "{error}");
     fs::remove_file(&path).unwrap();
     first.save(&path, 3).unwrap();

@@ -266,8 +266,17 @@ static Stream *stream_of(void *stream) {
 
 extern "C" {
 int cuInit(unsigned) { return due("cuInit", 0).kind == RETURN ? 999 : 0; }
-int cuDeviceGetCount(int *n) { *n = DEVICES; return 0; }
-int cuDeviceGet(int *device, int n) { *device = n; return 0; }
+int cuDeviceGetCount(int *n) {
+  const char *few = getenv("FAKE_GPUS");
+  *n = few ? atoi(few) : DEVICES;
+  return 0;
+}
+int cuDeviceGet(int *device, int n) {
+  int count;
+  cuDeviceGetCount(&count);
+  *device = n;
+  return n < count ? 0 : 101;  // CUDA_ERROR_INVALID_DEVICE
+}
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
   memset(uuid, 0, 16);
   for (int i = 0; i < 4; i++) uuid[i] = device >> (24 - 8 * i);

@@ -142,3 +142,44 @@ fn arrays_are_sent_as_they_are_and_tuned_trainers_say_so() {
     assert!(report.contains("autotuning of the optimizer: "), "{report}");
     assert!(report.contains("autotuning of convolutions"), "{report}");
 }
+
+/// Masters in `f32` take steps that are too small for `bf16`, and no weight is cast.
+#[test]
+#[ignore = "needs the fake GPU, which counts launches"]
+fn variables_of_bf16_follow_those_of_f32_without_a_cast() {
+    type Launches = unsafe extern "C" fn(*const std::ffi::c_char) -> u64;
+    let process = libloading::os::unix::Library::this();
+    // SAFETY: the fake's function, which reads the name.
+    let launches = |kernel: &std::ffi::CStr| unsafe {
+        process.get::<Launches>(b"fake_gpu_launches").unwrap()(kernel.as_ptr())
+    };
+    let casts = || [c"cast_from_f32", c"cast_to_f32"].map(launches);
+    let device = Device::new_cuda_with_stream(0).unwrap();
+    let run = |dtype: DType| {
+        let vars = VarMap::new();
+        let vb = candle_train::seeded(&vars, 3, dtype, &device);
+        let net = [linear(8, 16, vb.pp("b")).unwrap(), linear(16, 4, vb.pp("a")).unwrap()];
+        let x = Tensor::arange(0_f32, 64.0, &device).unwrap().sin().unwrap();
+        let x = x.reshape((8, 8)).unwrap().to_dtype(dtype).unwrap();
+        let y = Tensor::new(&[0_i64, 1, 2, 3, 0, 1, 2, 3], &device).unwrap();
+        // A thousandth of a weight is below its last bit.
+        let hyper = AdamWHyper { lr: 5e-4, ..AdamWHyper::default() };
+        let mut train = Trainer::builder(&vars).check_gradients(false).build(hyper).unwrap();
+        let before = casts();
+        let mut losses = Vec::new();
+        for _ in 0..100 {
+            let hidden = || candle_ops::gelu(&net[0].forward(&x)?);
+            let step = train.step(|| cross_entropy(&net[1].forward(&hidden()?)?, &y)).unwrap();
+            losses.push(step.loss.to_dtype(DType::F32).unwrap().to_scalar::<f32>().unwrap());
+        }
+        (losses, casts() == before)
+    };
+    let ((wide, _), (half, has_no_casts)) = (run(DType::F32), run(DType::BF16));
+    assert!(has_no_casts);
+    let fallen = wide[0] - wide[99];
+    assert!(fallen > 0.01, "{wide:?}");
+    for (half, wide) in half.iter().zip(&wide) {
+        assert!((half - wide).abs() < 0.02 * wide, "{half}, not {wide}");
+    }
+    assert!(((half[0] - half[99]) / fallen - 1.0).abs() < 0.3, "{half:?}, not {wide:?}");
+}

@@ -144,3 +144,13 @@ fn digits_are_learned_with_half_parameters_and_a_loss_scale() {
     let (_, accuracy) = train(DType::F16, None, 65536.0);
     assert!(accuracy > 0.97, "{accuracy}");
 }
+
+#[test]
+fn losses_of_bf16_parameters_are_those_of_f32_within_a_few_roundings() {
+    let [(wide, _), (half, accuracy)] =
+        [DType::F32, DType::Bf16].map(|dtype| train(dtype, None, 1.0));
+    assert!(accuracy > 0.97, "{accuracy}");
+    for (half, wide) in half.iter().zip(&wide).take(5) {
+        assert!((half - wide).abs() < 16.0 * wide * 0.5f64.powi(8), "{half}, not {wide}");
+    }
+}

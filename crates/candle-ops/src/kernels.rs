@@ -10,10 +10,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::elementwise::dropout::Factors;
 use crate::sizes::{
     AttentionSizes, BatchNormOptions, Grouped, LinearSizes, NormBy, PackedSizes, Planes, Running,
-    Statistics, Windows,
+    Statistics, Windows, Words,
 };
 
 /// Kernels for tensors on a device, forward and backward. Results are nodes of candle's graph or of
@@ -34,8 +33,8 @@ pub(crate) trait DeviceKernels: Any + fmt::Debug + Send + Sync {
     /// Over the last dimension.
     fn softmax(self: Arc<Self>, x: &Tensor) -> Result<Tensor>;
 
-    /// The product of a contiguous tensor with these factors, one for each element.
-    fn dropout(self: Arc<Self>, x: &Tensor, factors: &Factors) -> Result<Tensor>;
+    /// Dropout of a contiguous tensor by these words.
+    fn dropout(self: Arc<Self>, x: &Tensor, words: Words) -> Result<Tensor>;
 
     /// Both have the same shape and type, and are contiguous.
     fn add(self: Arc<Self>, a: &Tensor, b: &Tensor) -> Result<Tensor>;
@@ -102,14 +101,14 @@ pub(crate) trait DeviceKernels: Any + fmt::Debug + Send + Sync {
 
     fn self_attention(self: Arc<Self>, qkv: &Tensor, sizes: PackedSizes) -> Result<Tensor>;
 
-    /// `hidden` is a mask of `u8` of four dimensions, 0 where a query does not attend to a key. With
-    /// it or with dropout, `None` if there is no kernel for these sizes.
+    /// `hidden` is a mask of `u8` of four dimensions, 0 where a query does not attend to a key.
+    /// With it or with dropout by these words, `None` if there is no kernel for these sizes.
     fn attention(
         self: Arc<Self>,
         qkv: [&Tensor; 3],
         sizes: &AttentionSizes,
         hidden: Option<&Tensor>,
-        dropout: Option<&Factors>,
+        dropout: Option<Words>,
     ) -> Result<Option<Tensor>>;
 
     /// The mean loss. Labels are checked.

@@ -18,6 +18,21 @@ impl Default for Window {
     }
 }
 
+/// The random words of dropout as a kernel draws them: of the stream of ChaCha8 with this key, one
+/// for each element from `position` on.
+#[derive(Clone, Debug)]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "read by kernels"))]
+pub(crate) struct Words {
+    pub(crate) key: [u64; 4],
+    /// A number of `i64` on the device that is added to `position`.
+    pub(crate) base: Option<Tensor>,
+    pub(crate) position: u64,
+    /// Words below this number drop an element.
+    pub(crate) end: u32,
+    /// The factor of the other elements.
+    pub(crate) keep: f32,
+}
+
 /// The sizes of one convolution, checked for consistency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Geometry {

@@ -1,8 +1,8 @@
 //! A rank's device, and the process group of ranks on such devices.
 //!
-//! A GPU is opened with one stream: cudarc would record an event at each use of a tensor and wait for it at the next, to order the
-//! streams of a device. With one stream these events do nothing, and a capture of the stream as a
-//! CUDA graph cannot have them.
+//! A GPU is opened with one stream. To order the streams of a device, cudarc would record an event
+//! at each use of a tensor and wait for it at the next. With one stream these events do nothing,
+//! and a capture of the stream as a CUDA graph cannot have them.
 
 #![cfg_attr(
     feature = "cuda",

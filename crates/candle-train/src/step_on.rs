@@ -55,9 +55,9 @@ impl Trainer {
     /// * Tensors that `forward` refers to, other than variables, have to live as long as the
     ///   trainer, such as a table of positions. A tensor made for this batch has to be a field.
     /// * Random numbers drawn on the host (by `rand`, `randn`, `gumbel_softmax`; dropout draws in
-    ///   its kernel), copies to the host, and a device that tracks events prevent graphs: steps stay
-    ///   eager, and [`compile_report`](Self::compile_report) has the reason, which is an error with
-    ///   `fullgraph`.
+    ///   its kernel), copies to the host, and a device that tracks events prevent graphs: steps
+    ///   stay eager, and [`compile_report`](Self::compile_report) has the reason, which is an error
+    ///   with `fullgraph`.
     ///
     /// # Errors
     ///

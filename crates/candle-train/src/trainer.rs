@@ -297,8 +297,8 @@ impl Trainer {
         context.enter(|| check_all((tensors, variables, index), &mut forward))
     }
 
-    /// Waits until the averages of all steps have ended on the GPUs, and returns their failure: of a
-    /// rank that died meanwhile, say. On the CPU a step does so itself, and in mixed precision on
+    /// Waits until the averages of all steps have ended on the GPUs, and returns their failure: of
+    /// a rank that died meanwhile, say. On the CPU a step does so itself, and in mixed precision on
     /// GPUs, too. After another step on several GPUs the weights are those of all ranks' gradients
     /// only if this, or [`mean`](Self::mean), [`sum`](Self::sum), [`save`](Self::save),
     /// [`batches`](Self::batches) or [`batches_of`](Self::batches_of), which call it, has returned

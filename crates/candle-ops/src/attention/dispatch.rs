@@ -6,7 +6,9 @@ use candle_core::{D, Result, Tensor};
 use super::Problem;
 use super::rope::Pairs;
 use crate::activation::dispatch::softmax;
+use crate::context;
 use crate::elementwise::broadcast_add;
+use crate::elementwise::dropout::Factors;
 use crate::graph::device::{self, scalar, widened};
 use crate::sizes::{AttentionSizes, PackedSizes};
 use crate::state::constants::constant;
@@ -55,9 +57,12 @@ pub(crate) fn attention([q, k, v]: [&Tensor; 3], of: &Problem) -> Result<Tensor>
     let rows = heads / kv_heads * queries;
     if of.mask.is_none()
         && let Some(kernels) = device::kernels_for(q, rows * keys)
-        && let Some(y) =
-            kernels.attention([q, k, v], sizes, of.seen.as_ref(), of.dropout.as_ref())?
+        && let words = of.dropout.as_ref().map(Factors::words)
+        && let Some(y) = kernels.attention([q, k, v], sizes, of.seen.as_ref(), words)?
     {
+        if of.dropout.is_some() {
+            context::drawn_by_kernel(sizes.scores_shape().elem_count());
+        }
         return Ok(y);
     }
     let mask = of.added_mask(q.dtype())?;

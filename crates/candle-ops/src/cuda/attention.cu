@@ -14,9 +14,9 @@ constexpr bool IS_BF16 = Same<T, Bf16>::YES;
 /// Blocks of a multiprocessor backward: from compute capability 10.0 on, registers for two would
 /// spill.
 #if __CUDA_ARCH__ >= 1000
-constexpr u32 BACKWARD_BLOCKS = 1;
+constexpr u32 RESIDENT = 1;
 #else
-constexpr u32 BACKWARD_BLOCKS = 2;
+constexpr u32 RESIDENT = 2;
 #endif
 
 constexpr u32 SIDE = 64, BAND = 16, BANDS = THREADS / WARP * BAND;
@@ -339,10 +339,10 @@ DEVICE void attend_backward(const AttentionJob& job) {
   dq.store(rows_of(job, job.dq, own.pair), job.dq, own.first, job.queries, by);
 }
 /// The gradient of the queries, and `delta`.
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward(const AttentionJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward(const AttentionJob job) {
   if constexpr (IS_HALF) attend_backward<false>(job);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_masked(const AttentionJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward_masked(const AttentionJob job) {
   if constexpr (IS_HALF) attend_backward<true>(job);
 }
 
@@ -435,9 +435,9 @@ DEVICE void attend_backward_keys(const AttentionJob& job) {
   dv.store(rows_of(job, job.dv, pair), job.dv, own, job.keys, once);
 }
 /// The gradients of keys and values, by blocks of 128 of them; after `attention_backward`.
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_keys(const AttentionJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward_keys(const AttentionJob job) {
   if constexpr (IS_HALF) attend_backward_keys<false>(job);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS) attention_backward_keys_masked(const AttentionJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward_keys_masked(const AttentionJob job) {
   if constexpr (IS_HALF) attend_backward_keys<true>(job);
 }

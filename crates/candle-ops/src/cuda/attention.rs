@@ -16,9 +16,8 @@ use super::matmul::{Matrices, ONE};
 use super::node::node;
 use super::rows::Softmax;
 use super::{Kernel, Kernels, Output, one_type};
-use crate::elementwise::dropout::Factors;
 use crate::graph::custom_op::{apply1, apply3};
-use crate::sizes::{AttentionSizes, PackedSizes};
+use crate::sizes::{AttentionSizes, PackedSizes, Words};
 
 /// Bytes of scores at a time. The backward pass has gradients of the same size. An A100's cache has
 /// 40 MiB, an H100's 50.
@@ -74,9 +73,8 @@ pub(super) fn packed(
 }
 
 /// Attention of `[b, heads, queries, d]`, and keys and values of the corresponding shapes; `budget`
-/// as for [`packed`]. Heads with the same keys are the rows of one product. With hidden keys, by a
-/// mask of `u8` of four dimensions, or with dropped weights, `None` unless the fused kernels support
-/// it.
+/// as for [`packed`]. Heads with the same keys are the rows of one product. With hidden keys or
+/// dropped weights, `None` unless the fused kernels support it.
 pub(super) fn separate(
     kernels: &Arc<Kernels>,
     [q, k, v]: [&Tensor; 3],
@@ -137,11 +135,11 @@ pub(super) fn separate(
 }
 
 /// What attention leaves out.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Masked<'a> {
     /// 0 where a query does not attend to a key: `u8` of four dimensions.
     pub(super) hidden: Option<&'a Tensor>,
-    pub(super) dropout: Option<&'a Factors>,
+    pub(super) dropout: Option<Words>,
 }
 
 /// The bits of hidden keys and dropped weights, as the kernels find them; see `attention.cu`.
@@ -181,11 +179,10 @@ impl Masked<'_> {
             bits.hidden = kernels.address(&hidden)?;
             kept.push(hidden);
         }
-        if let Some(factors) = self.dropout {
+        if let Some(words) = self.dropout {
             let rows = of.batch * of.queries;
-            let draws = factors.on_device(rows * keys);
-            let dropped = kernels.dropped_bits(&draws, (rows, keys, of.seen))?;
-            (bits.dropped, bits.keep) = (kernels.address(&dropped)?, draws.keep);
+            let dropped = kernels.dropped_bits(&words, (rows, keys, of.seen))?;
+            (bits.dropped, bits.keep) = (kernels.address(&dropped)?, words.keep);
             kept.push(dropped);
         }
         Ok((bits, kept))

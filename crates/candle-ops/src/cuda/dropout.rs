@@ -7,18 +7,17 @@ use candle_core::{DType, Result, Tensor};
 use super::jobs::{Draws, DropoutJob, DroppedJob, HiddenJob, u32_of};
 use super::node::node;
 use super::{Kernel, Kernels, Output, THREADS};
-use crate::elementwise::dropout::{Factors, OnDevice};
 use crate::graph::custom_op::apply1;
+use crate::sizes::Words;
 
 /// Numbers of bits: each has 16 of a row.
 pub(super) const BITS: usize = 16;
 
-pub(super) fn dropout(kernels: &Arc<Kernels>, x: &Tensor, factors: &Factors) -> Result<Tensor> {
-    let draws = factors.on_device(x.elem_count());
-    let y = kernels.dropped(x, &draws)?;
+pub(super) fn dropout(kernels: &Arc<Kernels>, x: &Tensor, words: Words) -> Result<Tensor> {
+    let y = kernels.dropped(x, &words)?;
     let kernels = kernels.clone();
     let backward = move |_: [&Tensor; 1], _: &Tensor, dy: &Tensor| {
-        Ok([Some(kernels.dropped(dy, &draws)?.tensor())])
+        Ok([Some(kernels.dropped(dy, &words)?.tensor())])
     };
     apply1(node("dropout", y, backward), [x])
 }
@@ -29,23 +28,23 @@ pub(super) const fn line_of(keys: usize) -> usize {
 }
 
 impl Kernels {
-    /// The product of a contiguous tensor with the factors.
-    fn dropped(&self, x: &Tensor, draws: &OnDevice) -> Result<Output> {
+    /// Dropout of a contiguous tensor.
+    fn dropped(&self, x: &Tensor, words: &Words) -> Result<Output> {
         let y = self.empty(x.shape(), x.dtype())?;
         let count = x.elem_count();
         let job = DropoutJob {
             x: self.address(x)?,
             y: y.at,
             count: count as u64,
-            draws: self.draws(draws)?,
+            draws: self.draws(words)?,
         };
         // SAFETY: a `DropoutJob` of two tensors of `count` elements of this type.
         unsafe { self.launch(x.dtype(), Kernel::dropout, blocks_of_bits(count), &job) }?;
         Ok(y)
     }
 
-    fn draws(&self, of: &OnDevice) -> Result<Draws> {
-        let OnDevice { key: [key0, key1, key2, key3], position, end, keep, .. } = *of;
+    fn draws(&self, of: &Words) -> Result<Draws> {
+        let Words { key: [key0, key1, key2, key3], position, end, keep, .. } = *of;
         let base = of.base.as_ref().map_or(Ok(0), |base| self.address(base))?;
         Ok(Draws { key0, key1, key2, key3, base, position, end, keep })
     }
@@ -54,13 +53,13 @@ impl Kernels {
     /// causal mask over `seen` rows only those that are seen.
     pub(super) fn dropped_bits(
         &self,
-        draws: &OnDevice,
+        words: &Words,
         (rows, keys, seen): (usize, usize, usize),
     ) -> Result<Tensor> {
         let line = line_of(keys);
         let bits = self.empty((rows, 2 * line), DType::U8)?;
         let job = DroppedJob {
-            draws: self.draws(draws)?,
+            draws: self.draws(words)?,
             bits: bits.at,
             rows: rows as u64,
             keys: u32_of(keys),

@@ -8,11 +8,10 @@ use super::attention::Masked;
 use super::{
     Kernels, attention, conv, dropout, elementwise, embedding, linear, norm, pool, program, rows,
 };
-use crate::elementwise::dropout::Factors;
 use crate::kernels::DeviceKernels;
 use crate::sizes::{
     AttentionSizes, BatchNormOptions, Grouped, LinearSizes, NormBy, PackedSizes, Planes, Running,
-    Statistics, Windows,
+    Statistics, Windows, Words,
 };
 
 impl DeviceKernels for Kernels {
@@ -35,8 +34,8 @@ impl DeviceKernels for Kernels {
         rows::softmax(&self, x)
     }
 
-    fn dropout(self: Arc<Self>, x: &Tensor, factors: &Factors) -> Result<Tensor> {
-        dropout::dropout(&self, x, factors)
+    fn dropout(self: Arc<Self>, x: &Tensor, words: Words) -> Result<Tensor> {
+        dropout::dropout(&self, x, words)
     }
 
     fn add(self: Arc<Self>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
@@ -124,7 +123,7 @@ impl DeviceKernels for Kernels {
         qkv: [&Tensor; 3],
         sizes: &AttentionSizes,
         hidden: Option<&Tensor>,
-        dropout: Option<&Factors>,
+        dropout: Option<Words>,
     ) -> Result<Option<Tensor>> {
         attention::separate(&self, qkv, sizes, Masked { hidden, dropout }, None)
     }

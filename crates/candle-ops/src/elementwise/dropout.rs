@@ -9,6 +9,7 @@ use crate::context::{self, Mode};
 use crate::cpu::real::Real;
 use crate::graph::custom_op::{Differentiable, apply1};
 use crate::graph::{device, operator};
+use crate::sizes::Words;
 use crate::state::random::Random;
 
 /// In training ([`Context::enter`](crate::Context::enter)), each element is zero with probability
@@ -73,17 +74,13 @@ impl Factors {
         }
     }
 
-    /// What a kernel needs to draw the factors. The kernel's draw counts as one of the device.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn on_device(&self, count: usize) -> OnDevice {
+    /// What a kernel needs to draw the factors.
+    pub(crate) fn words(&self) -> Words {
         let base = context::with(|context| {
-            context.random_base.as_mut().map(|base| {
-                base.drawn = base.drawn.wrapping_add(count as u64);
-                (base.at.clone(), base.position)
-            })
+            context.random_base.as_ref().map(|base| (base.at.clone(), base.position))
         });
         let (base, from) = base.unzip();
-        OnDevice {
+        Words {
             key: self.random.key(),
             base,
             position: self.start.wrapping_sub(from.unwrap_or(0)),
@@ -95,26 +92,15 @@ impl Factors {
     /// Multiplies `x` by the factors.
     pub(crate) fn multiply(&self, x: &Tensor) -> Result<Tensor> {
         if let Some(kernels) = device::kernels(x) {
-            return kernels.dropout(&x.contiguous()?, self);
+            let y = kernels.dropout(&x.contiguous()?, self.words())?;
+            context::drawn_by_kernel(x.elem_count());
+            return Ok(y);
         }
         let mut factors = vec![0_f32; x.elem_count()];
         self.write(0, &mut factors);
         let mask = operator::tensor(factors, x.shape(), x.dtype())?.to_device(x.device())?;
         apply1(Masked(mask), [x])
     }
-}
-
-/// The factors as a kernel draws them.
-#[cfg(feature = "cuda")]
-#[derive(Clone, Debug)]
-pub(crate) struct OnDevice {
-    pub(crate) key: [u64; 4],
-    /// A number of `i64` on the device that is added to `position`.
-    pub(crate) base: Option<Tensor>,
-    pub(crate) position: u64,
-    /// Random words below this number drop an element.
-    pub(crate) end: u32,
-    pub(crate) keep: f32,
 }
 
 /// candle's product with a constant mask of the same shape and type, as an operator of this crate.

@@ -88,7 +88,6 @@ impl Region {
 
 /// A position of random numbers in memory of the device, see [`with_random_base`].
 #[derive(Clone, Debug)]
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "read by kernels"))]
 pub(crate) struct RandomBase {
     /// One number of `i64`.
     pub(crate) at: Tensor,
@@ -246,14 +245,23 @@ pub fn random_key() -> [u64; 4] {
     with(|context| context.random.key())
 }
 
-/// Runs `call`, in which kernels read the present position of random numbers from the tensor `at`, a
-/// number of `i64` on the device: a CUDA graph of the call draws from the position that `at` has
+/// Runs `call`, in which kernels read the present position of random numbers from the tensor `at`,
+/// a number of `i64` on the device: a CUDA graph of the call draws from the position that `at` has
 /// when it is launched. Also returns the number of words that kernels have drawn; others were drawn
 /// on the host.
 pub fn with_random_base<R>(at: &Tensor, call: impl FnOnce() -> R) -> (R, u64) {
     let base = RandomBase { at: at.clone(), position: random_position(), drawn: 0 };
     let (result, base) = replacing(|context| &mut context.random_base, Some(base), call);
     (result, base.map_or(0, |base| base.drawn))
+}
+
+/// Counts words that a kernel has drawn.
+pub(crate) fn drawn_by_kernel(count: usize) {
+    with(|context| {
+        if let Some(base) = &mut context.random_base {
+            base.drawn = base.drawn.wrapping_add(count as u64);
+        }
+    });
 }
 
 /// Runs `call` without autotuning, which is restored afterwards.

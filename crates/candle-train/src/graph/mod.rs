@@ -13,10 +13,10 @@
 //!
 //! Kernels draw masks of dropout from a position that is one of the fixed tensors. The following
 //! would be frozen in a capture without an error, and is detected: random numbers drawn on the host
-//! (they are counted), values copied to the host (candle returns an error), labels and indices (checked on the host before each launch, see
-//! `candle_ops::known_inputs`), tensors that outlive the step (allocations are counted). Values
-//! computed on the host from anything other than batch and weights are detected by the comparison,
-//! if they have changed by then.
+//! (they are counted), values copied to the host (candle returns an error), labels and indices
+//! (checked on the host before each launch, see `candle_ops::known_inputs`), tensors that outlive
+//! the step (allocations are counted). Values computed on the host from anything other than batch
+//! and weights are detected by the comparison, if they have changed by then.
 //!
 //! The optimizer step is part of the graph (`optimizer.rs`) if the gradients of one batch go to the
 //! optimizer unchanged: not with several ranks, gradient accumulation, or several optimizers. The

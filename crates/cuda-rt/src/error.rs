@@ -54,6 +54,20 @@ pub enum CudaError {
         /// The compiler's log.
         log: String,
     },
+    /// NVRTC no longer compiles for the GPU.
+    #[error(
+        "NVRTC {}.{} compiles for compute capability {} and later, the GPU has {}; install an older \
+         one (`pip install nvidia-cuda-nvrtc-cu12`), or set NVRTC_LIBRARY to its path",
+        nvrtc.0, nvrtc.1, capability(*oldest), capability(*arch)
+    )]
+    OldGpu {
+        /// The GPU's architecture, for example 70 for compute capability 7.0.
+        arch: i32,
+        /// The oldest architecture that NVRTC compiles for.
+        oldest: i32,
+        /// NVRTC's version.
+        nvrtc: (i32, i32),
+    },
     /// An operation that no kernel supports.
     #[error("{what} is not supported on a device")]
     Unsupported {
@@ -106,4 +120,8 @@ impl fmt::Display for Attempt {
 
 fn list(tried: &[Attempt]) -> String {
     tried.iter().map(Attempt::to_string).collect::<Vec<_>>().join("; ")
+}
+
+fn capability(arch: i32) -> String {
+    format!("{}.{}", arch / 10, arch % 10)
 }

@@ -188,6 +188,12 @@ impl Gpu {
         CudaContext::new(ordinal).map_err(failed("open the device"))
     }
 
+    /// Major and minor number of the compute capability.
+    #[must_use]
+    pub const fn compute_capability(&self) -> (i32, i32) {
+        (self.arch / 10, self.arch % 10)
+    }
+
     /// The stream.
     #[must_use]
     pub const fn stream(&self) -> &Arc<CudaStream> {
@@ -346,25 +352,26 @@ impl Drop for Memory {
     }
 }
 
-/// Returns machine code for an architecture: from the cache, else compiled by NVRTC, if there is
-/// one.
+/// Returns code for an architecture: from the cache, else compiled by NVRTC, if there is one.
+/// Machine code, or PTX if NVRTC is older than the architecture.
 ///
 /// # Errors
 ///
-/// Those of [`Nvrtc::global`] and [`Nvrtc::compile`].
+/// Those of [`Nvrtc::global`] and [`Nvrtc::compile`]; [`CudaError::OldGpu`].
 pub fn compiled(source: &str, macros: &[String], arch: i32) -> Result<Vec<u8>> {
-    let (source, options) = (with_headers(source), options(macros, arch));
-    code(&source, &options, versions(&source, &options)?[0])
+    let input = Input { source: &with_headers(source), macros, arch };
+    input.code(input.versions()?[0])
 }
 
 /// Loads code into the current context. If the driver rejects a compiler's code as too new, tries
 /// an older compiler.
 fn load(source: &str, macros: &[String], arch: i32) -> Result<Module> {
-    let options = options(macros, arch);
+    let input = Input { source, macros, arch };
     let mut rejected = None;
-    for version in versions(source, &options)? {
-        let code = code(source, &options, version).map_err(|e| rejected.take().unwrap_or(e))?;
-        // SAFETY: the image is an ELF file that NVRTC made; the driver copies it.
+    for version in input.versions()? {
+        let code = input.code(version).map_err(|e| rejected.take().unwrap_or(e))?;
+        // SAFETY: the image is an ELF file that NVRTC made, or PTX ended by a NUL; the driver
+        // copies it.
         match unsafe { result::module::load_data(code.as_ptr().cast()) } {
             Ok(module) => return Ok(Module(module)),
             Err(error) if is_too_new(error) => rejected = Some(failed(NEWER)(error)),
@@ -374,30 +381,51 @@ fn load(source: &str, macros: &[String], arch: i32) -> Result<Module> {
     Err(rejected.expect("`versions` returns at least one, whose code was rejected"))
 }
 
-/// Compiler versions whose code is cached or can be compiled, the preferred first; at least one.
-fn versions(source: &str, options: &[String]) -> Result<Vec<Version>> {
-    let missing = match Nvrtc::all() {
-        Ok(all) => return Ok(all.iter().map(Nvrtc::version).collect()),
-        Err(missing) => missing,
-    };
-    let cached = cache::folder().map(|folder| cache::versions(&folder, source, options));
-    let cached = loadable(cached.unwrap_or_default(), |version| *version, driver::version());
-    if cached.is_empty() { Err(missing) } else { Ok(cached) }
+/// Source with headers, macros, and the GPU's architecture.
+#[derive(Clone, Copy, Debug)]
+struct Input<'a> {
+    source: &'a str,
+    macros: &'a [String],
+    arch: i32,
 }
 
-/// The code of the compiler of this version, which is one of [`versions`].
-fn code(source: &str, options: &[String], version: Version) -> Result<Vec<u8>> {
-    let entry = cache::folder().map(|folder| Entry::new(folder, source, options, version));
-    if let Some(code) = entry.as_ref().and_then(Entry::read) {
-        return Ok(code);
+impl Input<'_> {
+    /// Compiler versions whose code is cached or can be compiled, the preferred first; at least
+    /// one.
+    fn versions(self) -> Result<Vec<Version>> {
+        let compilers = match Nvrtc::all() {
+            Ok(all) => all.iter().map(|one| one.target(self.arch).map(|_| one.version())).collect(),
+            Err(missing) => vec![Err(missing)],
+        };
+        let (able, unable): (Vec<_>, Vec<_>) = compilers.into_iter().partition(Result::is_ok);
+        if !able.is_empty() {
+            return able.into_iter().collect();
+        }
+        let options = options(self.macros, self.arch);
+        let cached = cache::folder().map(|folder| cache::versions(&folder, self.source, &options));
+        let cached = loadable(cached.unwrap_or_default(), |version| *version, driver::version());
+        // Without cached code, the reason.
+        if cached.is_empty() { unable.into_iter().collect() } else { Ok(cached) }
     }
-    let mut all = Nvrtc::all()?.iter();
-    let nvrtc = all.find(|one| one.version() == version).expect("one of `versions`");
-    let code = nvrtc.compile(source, options)?.code;
-    if let Some(entry) = entry {
-        entry.write(&code);
+
+    /// The code of the compiler of this version, which is one of [`versions`](Self::versions).
+    fn code(self, version: Version) -> Result<Vec<u8>> {
+        // The key names the GPU's architecture, also of PTX: that of a version is always the same.
+        let options = options(self.macros, self.arch);
+        let entry =
+            cache::folder().map(|folder| Entry::new(folder, self.source, &options, version));
+        if let Some(code) = entry.as_ref().and_then(Entry::read) {
+            return Ok(code);
+        }
+        let mut all = Nvrtc::all()?.iter();
+        let nvrtc = all.find(|one| one.version() == version).expect("one of `versions`");
+        let options = options_for(self.macros, &nvrtc.target(self.arch)?);
+        let code = nvrtc.compile(self.source, &options)?.code;
+        if let Some(entry) = entry {
+            entry.write(&code);
+        }
+        Ok(code)
     }
-    Ok(code)
 }
 
 /// The compiler's input for `source`: after both headers.
@@ -408,10 +436,14 @@ pub(crate) fn with_headers(source: &str) -> String {
 /// NVRTC's options: no contraction of `a * b + c`, no flushing of subnormals, correctly rounded
 /// roots and quotients, so that results have the bits of the CPU.
 pub fn options(macros: &[String], arch: i32) -> Vec<String> {
+    options_for(macros, &format!("sm_{arch}"))
+}
+
+fn options_for(macros: &[String], target: &str) -> Vec<String> {
     let fixed =
         ["--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true"];
     let fixed = fixed.into_iter().map(String::from);
-    fixed.chain([format!("--gpu-architecture=sm_{arch}")]).chain(macros.iter().cloned()).collect()
+    fixed.chain([format!("--gpu-architecture={target}")]).chain(macros.iter().cloned()).collect()
 }
 
 /// Whether a driver returns this error for code of a newer compiler.

@@ -1,5 +1,5 @@
 //! NVRTC, NVIDIA's run-time compiler, loaded at run time: compiles source to machine code for one
-//! architecture.
+//! architecture; to PTX, which the driver compiles, for a GPU that is newer than NVRTC.
 //!
 //! It is searched at `$NVRTC_LIBRARY`, else by name (`libnvrtc.so.13`, `.so.12`), in the CUDA
 //! toolkit and in Python's packages. Of several, the newest that is not newer than the driver is
@@ -35,6 +35,8 @@ type Create = unsafe extern "C" fn(
 #[derive(Clone, Copy, Debug)]
 struct Functions {
     version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> Status,
+    arch_count: unsafe extern "C" fn(*mut c_int) -> Status,
+    archs: unsafe extern "C" fn(*mut c_int) -> Status,
     error_string: unsafe extern "C" fn(Status) -> *const c_char,
     create: Create,
     compile: unsafe extern "C" fn(Program, c_int, *const *const c_char) -> Status,
@@ -43,6 +45,8 @@ struct Functions {
     log: BytesOf,
     cubin_size: SizeOf,
     cubin: BytesOf,
+    ptx_size: SizeOf,
+    ptx: BytesOf,
 }
 
 /// An NVRTC library.
@@ -51,12 +55,14 @@ pub struct Nvrtc {
     functions: Functions,
     library: Library,
     version: (i32, i32),
+    /// The architectures that it compiles for, for example 90.
+    archs: Vec<i32>,
 }
 
 /// Machine code and the compiler's log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cubin {
-    /// An ELF file for one architecture.
+    /// An ELF file for one architecture; or PTX, ended by a NUL, for a virtual one (`compute_90`).
     pub code: Vec<u8>,
     /// Warnings; registers and spills with `--ptxas-options=-v`.
     pub log: String,
@@ -118,6 +124,8 @@ impl Nvrtc {
         let library = unsafe { Library::open(NAME, paths, "libnvrtc-builtins.so", INSTALL) }?;
         let functions = Functions {
             version: function(&library, "nvrtcVersion")?,
+            arch_count: function(&library, "nvrtcGetNumSupportedArchs")?,
+            archs: function(&library, "nvrtcGetSupportedArchs")?,
             error_string: function(&library, "nvrtcGetErrorString")?,
             create: function(&library, "nvrtcCreateProgram")?,
             compile: function(&library, "nvrtcCompileProgram")?,
@@ -126,14 +134,43 @@ impl Nvrtc {
             log: function(&library, "nvrtcGetProgramLog")?,
             cubin_size: function(&library, "nvrtcGetCUBINSize")?,
             cubin: function(&library, "nvrtcGetCUBIN")?,
+            ptx_size: function(&library, "nvrtcGetPTXSize")?,
+            ptx: function(&library, "nvrtcGetPTX")?,
         };
-        let mut nvrtc = Self { functions, library, version: (0, 0) };
+        let mut nvrtc = Self { functions, library, version: (0, 0), archs: Vec::new() };
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two numbers.
         let status = unsafe { (functions.version)(&raw mut major, &raw mut minor) };
         nvrtc.check("read NVRTC's version", status, String::new())?;
         nvrtc.version = (major, minor);
+        let (during, mut count) = ("read NVRTC's architectures", 0);
+        // SAFETY: writes one number.
+        let status = unsafe { (functions.arch_count)(&raw mut count) };
+        nvrtc.check(during, status, String::new())?;
+        nvrtc.archs = vec![0; usize::try_from(count).unwrap_or(0)];
+        // SAFETY: writes as many numbers as it has just returned.
+        let status = unsafe { (functions.archs)(nvrtc.archs.as_mut_ptr()) };
+        nvrtc.check(during, status, String::new())?;
         Ok(nvrtc)
+    }
+
+    /// The architecture to compile for, for a GPU of `arch`: `sm_NN` for machine code, or, if this
+    /// compiler is older than the GPU, `compute_NN` of the newest that it knows.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::OldGpu`].
+    pub(crate) fn target(&self, arch: i32) -> Result<String, CudaError> {
+        let known = self.archs.iter().copied();
+        match known.clone().filter(|known| *known <= arch).max() {
+            Some(same) if same == arch => Ok(format!("sm_{arch}")),
+            Some(older) => Ok(format!("compute_{older}")),
+            None => Err(CudaError::OldGpu {
+                arch,
+                oldest: known.min().unwrap_or(0),
+                nvrtc: self.version,
+            }),
+        }
     }
 
     /// Major and minor version.
@@ -148,7 +185,7 @@ impl Nvrtc {
         self.library.path()
     }
 
-    /// Compiles `source` for the architecture in `options`.
+    /// Compiles `source` for the architecture in `options`, real or virtual.
     ///
     /// # Errors
     ///
@@ -179,7 +216,12 @@ impl Nvrtc {
         let log = self.bytes(program, self.functions.log_size, self.functions.log)?;
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
         self.check("compile kernels", status, log.clone())?;
-        let code = self.bytes(program, self.functions.cubin_size, self.functions.cubin)?;
+        let Functions { cubin_size, cubin, ptx_size, ptx, .. } = self.functions;
+        let mut code = self.bytes(program, cubin_size, cubin)?;
+        // NVRTC makes no machine code for a virtual architecture.
+        if code.is_empty() {
+            code = self.bytes(program, ptx_size, ptx)?;
+        }
         Ok(Cubin { code, log })
     }
 

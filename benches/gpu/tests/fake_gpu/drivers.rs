@@ -157,6 +157,44 @@ fn the_newest_compiler_that_the_driver_can_load_is_used() {
     with("1130", "/nonexistent/libnvrtc.so", 2, &[200], &["1.12", "1.13"]);
 }
 
+/// The fake's NVRTC compiles for 7.5, 8.0 and 9.0.
+#[test]
+fn nvrtc_compiles_ptx_for_a_newer_gpu_and_names_a_gpu_that_is_too_old() {
+    let test = "drivers::nvrtc_compiles_ptx_for_a_newer_gpu_and_names_a_gpu_that_is_too_old";
+    let kept = concat!(env!("CARGO_TARGET_TMPDIR"), "/by_capability");
+    for (capability, code) in
+        [("75", "cubin"), ("89", "PTX"), ("90", "cubin"), ("120", "PTX"), ("70", "")]
+    {
+        if std::env::var_os(LIBRARY).is_none() {
+            let _ = std::fs::remove_dir_all(kept);
+        }
+        with_fake_and(
+            test,
+            &[("FAKE_GPU_CAPABILITY", capability), ("CUBIN_CACHE", kept)],
+            |fake| {
+                // SAFETY: a stream that lives.
+                let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+                let (major, minor) = gpu.compute_capability();
+                assert_eq!(format!("{major}{minor}"), capability);
+                if code.is_empty() {
+                    let scaler = LossScaler::new(LossScalerOptions::default()).unwrap();
+                    let error = CudaScaler::new(gpu, &scaler).unwrap_err().to_string();
+                    let text = "NVRTC 0.1 compiles for compute capability 7.5 and later, the GPU has 7.0; install an older";
+                    assert!(error.starts_with(text), "{error}");
+                    return;
+                }
+                step_with(fake, [&gpu; 3], |_| ());
+                let files = std::fs::read_dir(kept).unwrap().map(|file| file.unwrap().path());
+                let written: Vec<_> = files.map(|path| std::fs::read(path).unwrap()).collect();
+                let is_code = |bytes: &Vec<u8>| {
+                    String::from_utf8_lossy(bytes).contains(&format!("fake {code} "))
+                };
+                assert!(!written.is_empty() && written.iter().all(is_code), "{capability}");
+            },
+        );
+    }
+}
+
 /// Runs casts, overflow checks and optimizer steps on the given GPUs.
 fn step_with(fake: &Fake, gpus: [&Gpu; 3], mut after: impl FnMut(usize)) {
     let (mut words, mut halves) = ([1.0_f32; 3000], [half::f16::ZERO; 3000]);

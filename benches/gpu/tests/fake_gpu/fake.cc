@@ -13,7 +13,8 @@
 // done when the call returns, device synchronization; and has no memory for what is a GiB or more at once.
 //
 // The environment variable FAKE_GPU_DRIVER is the driver's version, 1130 for CUDA 1.13; code of a newer compiler is
-// rejected. With FAKE_GPU_TRUSTS kernels may access any memory, for callers that do not register theirs. The macro
+// rejected. FAKE_GPU_CAPABILITY is the GPU's compute capability, by default 90; NVRTC compiles for 7.5, 8.0 and 9.0,
+// for a newer GPU only to PTX. With FAKE_GPU_TRUSTS kernels may access any memory, for callers that do not register theirs. The macro
 // KERNELS is the folder of `ptx.h` and `shim.h`, FOLDER the folder for compiled kernels.
 
 #define FAKE_GPU
@@ -143,6 +144,14 @@ static void launch(Function *function, const std::array<unsigned, 6> &sizes, uns
   }, accesses);
 }
 
+// Before the path of a library: of the same length.
+static const string CUBIN = "fake cubin ", PTX = "fake PTX   ";
+
+static int capability() {
+  const char *given = getenv("FAKE_GPU_CAPABILITY");
+  return given ? atoi(given) : 90;
+}
+
 extern "C" {
 int cuDriverGetVersion(int *version) {
   const char *given = getenv("FAKE_GPU_DRIVER");
@@ -155,8 +164,8 @@ int cuGetProcAddress_v2(const char *, void **function, int, uint64_t, void *) {
   return 500;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int) {
-  // Multiprocessors; compute capability 9.0; memory in order of streams.
-  *value = attribute == 16 ? 1 : attribute == 75 ? 9 : attribute == 115 ? 1 : 0;
+  // Multiprocessors; compute capability; memory in order of streams.
+  *value = attribute == 16 ? 1 : attribute == 75 ? capability() / 10 : attribute == 76 ? capability() % 10 : attribute == 115;
   return 0;
 }
 int cuDeviceGetName(char *name, int length, int) {
@@ -305,7 +314,7 @@ int cuModuleLoadData(void **module, const void *image) {
   if (f.kind == RETURN) return f.argument;
   if (capturing) return not_in_capture(capturing);
   string text = static_cast<const char *>(image);
-  if (text.rfind("fake cubin ", 0) != 0) return 200;
+  if (text.rfind(CUBIN, 0) != 0 && text.rfind(PTX, 0) != 0) return 200;
   size_t end = std::min(text.find('\n'), text.size());
   int driver = 0;
   cuDriverGetVersion(&driver);
@@ -417,6 +426,9 @@ static std::pair<int, int> compiler_version() {
 
 extern "C" {
 int nvrtcVersion(int *major, int *minor) { std::tie(*major, *minor) = compiler_version(); return 0; }
+static const int ARCHS[] = {75, 80, 90};
+int nvrtcGetNumSupportedArchs(int *count) { *count = std::size(ARCHS); return 0; }
+int nvrtcGetSupportedArchs(int *archs) { std::copy(std::begin(ARCHS), std::end(ARCHS), archs); return 0; }
 const char *nvrtcGetErrorString(int code) { return code == 6 ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR"; }
 int nvrtcCreateProgram(void **program, const char *source, const char *, int headers, const char **, const char **) {
   if (headers) return 1;
@@ -427,13 +439,18 @@ int nvrtcCompileProgram(void *of, int count, const char **options) {
   Program *program = static_cast<Program *>(of);
   string ptx = read_all(KERNELS "/ptx.h"), flags, all;
   if (program->source.rfind(ptx, 0) != 0) violation("a source that does not begin with ptx.h");
-  bool architecture = false;
+  string kind;
   for (int i = 0; i < count; i++) {
     string option = options[i];
-    architecture |= option == "--gpu-architecture=sm_90";
+    for (int arch : ARCHS) {
+      // Machine code that the GPU runs, or PTX that its driver compiles.
+      string number = std::to_string(arch);
+      if (option == "--gpu-architecture=sm_" + number && arch == capability()) kind = CUBIN;
+      if (option == "--gpu-architecture=compute_" + number && arch <= capability()) kind = PTX;
+    }
     if (option.rfind("-D", 0) == 0) flags += " '" + option + "'";
   }
-  if (!architecture) violation("kernels compiled for another architecture than the device's");
+  if (kind.empty()) return 5;
   string kernels = program->source.substr(ptx.size());
   string text = read_all(KERNELS "/shim.h") + kernels + launchers(kernels);
   string base = string(FOLDER) + "/kernels-" + std::to_string(std::hash<string>()(text + flags));
@@ -455,13 +472,16 @@ int nvrtcCompileProgram(void *of, int count, const char **options) {
     rename((own + ".so").c_str(), (base + ".so").c_str());
   }
   auto [major, minor] = compiler_version();
-  program->code = "fake cubin " + base + ".so\n" + std::to_string(1000 * major + 10 * minor);
+  program->code = kind + base + ".so\n" + std::to_string(1000 * major + 10 * minor);
   return 0;
 }
 int nvrtcDestroyProgram(void **program) { delete static_cast<Program *>(*program); return 0; }
 static int give(const string &text, char *into) { memcpy(into, text.c_str(), text.size() + 1); return 0; }
 int nvrtcGetProgramLogSize(void *of, size_t *n) { *n = static_cast<Program *>(of)->log.size() + 1; return 0; }
 int nvrtcGetProgramLog(void *of, char *into) { return give(static_cast<Program *>(of)->log, into); }
-int nvrtcGetCUBINSize(void *of, size_t *n) { *n = static_cast<Program *>(of)->code.size() + 1; return 0; }
-int nvrtcGetCUBIN(void *of, char *into) { return give(static_cast<Program *>(of)->code, into); }
+static bool is_ptx(void *of) { return static_cast<Program *>(of)->code.rfind(PTX, 0) == 0; }
+int nvrtcGetPTXSize(void *of, size_t *n) { *n = static_cast<Program *>(of)->code.size() + 1; return 0; }
+int nvrtcGetPTX(void *of, char *into) { return give(static_cast<Program *>(of)->code, into); }
+int nvrtcGetCUBINSize(void *of, size_t *n) { return is_ptx(of) ? *n = 0 : nvrtcGetPTXSize(of, n); }
+int nvrtcGetCUBIN(void *of, char *into) { return is_ptx(of) ? 0 : nvrtcGetPTX(of, into); }
 }

@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use cudarc::driver::{DriverError, sys};
+use cudarc::driver::{CudaContext, DriverError, result, sys};
 
 use crate::cache::Version;
 use crate::error::{CudaError, Result};
@@ -38,6 +38,13 @@ pub(crate) fn failed(during: &'static str) -> impl Fn(DriverError) -> CudaError 
         let name = name.unwrap_or_else(|_| "unknown".into());
         CudaError::Driver { during, name, code: error.0 as u32 }
     }
+}
+
+/// Makes a context current, for a `drop`: `CudaContext::bind_to_thread` would take, and lose, an
+/// error that an earlier `drop` has recorded for the next call.
+pub(crate) fn make_current(context: &CudaContext) -> Result<(), DriverError> {
+    // SAFETY: the context is alive as long as its owner.
+    unsafe { result::ctx::set_current(context.cu_ctx()) }
 }
 
 /// Keeps what the driver can load, the newest first; if all are newer than the driver, only the

@@ -338,17 +338,19 @@ impl Device for Gpu {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.address == 0 || self.stream.context().bind_to_thread().is_err() {
+        let context = self.stream.context();
+        if self.address == 0 || driver::make_current(context).is_err() {
             return;
         }
-        // `drop` cannot return an error; the memory leaks then.
-        let _ = if self.pooled {
+        let freed = if self.pooled {
             // SAFETY: allocated in order of this stream, and freed once.
             unsafe { result::free_async(self.address, self.stream.cu_stream()) }
         } else {
             // SAFETY: allocated by the same context, and freed once; this waits for the device.
             unsafe { result::free_sync(self.address) }
         };
+        // The context's next call returns the error; the memory leaks.
+        context.record_err(freed);
     }
 }
 

@@ -15,7 +15,7 @@ use std::{mem, ptr, slice};
 use cudarc::driver::sys::{CUevent, CUevent_flags, CUresult};
 use cudarc::driver::{CudaStream, DriverError, result};
 
-use crate::driver::failed;
+use crate::driver::{failed, make_current};
 
 /// Buffers for copies on one stream, the least recently used first.
 #[derive(Debug)]
@@ -225,7 +225,7 @@ impl Drop for Buffer {
 impl Drop for Staging {
     fn drop(&mut self) {
         let buffers = self.buffers.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if self.stream.context().bind_to_thread().is_err() {
+        if make_current(self.stream.context()).is_err() {
             // They leak.
             mem::forget(mem::take(buffers));
         }

@@ -195,6 +195,25 @@ fn nvrtc_compiles_ptx_for_a_newer_gpu_and_names_a_gpu_that_is_too_old() {
     }
 }
 
+/// `drop` cannot return an error.
+#[test]
+fn an_error_of_a_free_is_returned_by_the_next_call() {
+    let test = "drivers::an_error_of_a_free_is_returned_by_the_next_call";
+    with_fake(test, |fake| {
+        // SAFETY: a stream that lives.
+        let gpu = unsafe { Gpu::with_stream(0, fake.stream().as_raw()) }.unwrap();
+        let other = Gpu::on(gpu.stream().clone()).unwrap();
+        let [first, second] = [(); 2].map(|()| gpu.alloc(64).unwrap());
+        fake.fail("cuMemFreeAsync", 0, 1, 719);
+        drop(first);
+        // Neither takes the error.
+        drop(second);
+        drop(other);
+        assert_eq!(gpu.stream().synchronize().unwrap_err().0 as u32, 719);
+        gpu.stream().synchronize().unwrap();
+    });
+}
+
 /// Runs casts, overflow checks and optimizer steps on the given GPUs.
 fn step_with(fake: &Fake, gpus: [&Gpu; 3], mut after: impl FnMut(usize)) {
     let (mut words, mut halves) = ([1.0_f32; 3000], [half::f16::ZERO; 3000]);

@@ -212,7 +212,11 @@ int cuMemAllocAsync(uintptr_t *memory, size_t bytes, void *stream) {
   *memory = uintptr_t(made);
   return 0;
 }
-int cuMemFreeAsync(uintptr_t memory, void *stream) { return release(stream_of(stream), memory); }
+int cuMemFreeAsync(uintptr_t memory, void *stream) {
+  Fault f = due("cuMemFreeAsync", here());
+  if (f.kind == RETURN) return f.argument;
+  return release(stream_of(stream), memory);
+}
 int cuMemAlloc_v2(uintptr_t *memory, size_t bytes) {
   if (int error = unsafe_call()) return error;
   return cuMemAllocAsync(memory, bytes, nullptr);

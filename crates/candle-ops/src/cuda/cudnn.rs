@@ -10,7 +10,8 @@
 //! enabled in the entered context, of its timings.
 //!
 //! Invariant: every algorithm is deterministic according to cuDNN, so that a captured or resumed
-//! step gives bitwise the same results.
+//! step gives bitwise the same results. Timings differ: two runs that are autotuned from their start
+//! may have other algorithms, and so other last bits.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -19,7 +20,7 @@ use std::path::PathBuf;
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use candle_core::cuda_backend::cudarc::driver::CudaContext;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, result};
 use candle_core::{CudaDevice, DType, Result, bail};
 use cuda_rt::CudaError;
 use cuda_rt::library::{Library, candidates};
@@ -225,8 +226,10 @@ impl fmt::Debug for Cudnn {
 
 impl Drop for Cudnn {
     fn drop(&mut self) {
-        // Only the context could cause an error, and it has freed everything in that case.
-        let _ = self.context.bind_to_thread();
+        // Not `bind_to_thread`, which would take an error that another `drop` has recorded. If this
+        // fails, the context has freed everything.
+        // SAFETY: the context is alive.
+        let _ = unsafe { result::ctx::set_current(self.context.cu_ctx()) };
         let state = self.state.get_mut();
         state.plans.clear();
         // SAFETY: made by `cudnnCreate`, and used no more.

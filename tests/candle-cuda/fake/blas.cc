@@ -1,7 +1,10 @@
 // cuBLAS: C = alpha op(A) op(B) + beta C, matrices by columns, sums in f32 (in f64 for f64). With a bias, of C's type, it
 // is added to each column.
 
-struct Blas { void *stream; };
+struct Blas {
+  void *stream;
+  int device;
+};
 
 namespace blas {
 
@@ -67,6 +70,7 @@ template <class T>
 static int gemm(const char *call, Blas *handle, int m, int n, int k, T alpha, Matrix a, Matrix b, T beta,
                 Matrix c, int batch) {
   if (m < 0 || n < 0 || k < 0 || batch < 0) return INVALID_VALUE;
+  if (here() != handle->device) violation(string(call) + " while the context of another device is current");
   for (Matrix *x : {&a, &b, &c}) {
     if (x->transposed) std::swap(x->rows, x->columns);
     if (x->leading < std::max<size_t>(x->rows, 1)) return INVALID_VALUE;
@@ -85,7 +89,7 @@ static int gemm(const char *call, Blas *handle, int m, int n, int k, T alpha, Ma
 }  // namespace blas
 
 extern "C" {
-int cublasCreate_v2(Blas **handle) { *handle = new Blas{nullptr}; return 0; }
+int cublasCreate_v2(Blas **handle) { *handle = new Blas{nullptr, here()}; return 0; }
 int cublasDestroy_v2(Blas *handle) { delete handle; return 0; }
 int cublasSetStream_v2(Blas *handle, void *stream) { handle->stream = stream; return 0; }
 

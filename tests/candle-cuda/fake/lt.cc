@@ -42,8 +42,8 @@ static bool fits(const Product *p, const Layout *a, const Layout *b, const Layou
 }  // namespace lt
 
 extern "C" {
-int cublasLtCreate(void **handle) { *handle = new int; return 0; }
-int cublasLtDestroy(void *handle) { delete static_cast<int *>(handle); return 0; }
+int cublasLtCreate(int **device) { *device = new int(here()); return 0; }
+int cublasLtDestroy(int *device) { delete device; return 0; }
 int cublasLtMatrixLayoutCreate(lt::Layout **made, int type, uint64_t rows, uint64_t columns, int64_t leading) {
   *made = new lt::Layout{type, rows, columns, leading};
   return 0;
@@ -73,11 +73,12 @@ int cublasLtMatmulAlgoGetHeuristic(void *, lt::Product *product, lt::Layout *a, 
   *count = 1;
   return 0;
 }
-int cublasLtMatmul(void *, lt::Product *product, const float *alpha, void *a, lt::Layout *of_a, void *b,
+int cublasLtMatmul(const int *device, lt::Product *product, const float *alpha, void *a, lt::Layout *of_a, void *b,
                    lt::Layout *of_b, const float *beta, void *c, lt::Layout *of_c, void *d, lt::Layout *of_d,
                    const void *algorithm, void *workspace, size_t bytes, void *stream) {
   if (!algorithm || c != d || of_c != of_d || *beta != 0 || !lt::fits(product, of_a, of_b, of_d))
     return blas::INVALID_VALUE;
+  if (here() != *device) violation("cublasLtMatmul while the context of another device is current");
   // Algorithms are chosen for addresses that all types' vectors fit.
   for (void *at : {a, b, d})
     if (uintptr_t(at) % 256) violation("cuBLASLt with a matrix that is not aligned to 256 bytes");

@@ -77,6 +77,7 @@ impl Kernels {
         if addresses.iter().any(|at| at % 256 != 0) {
             return Ok(false);
         }
+        self.bind()?;
         let done = match dtype {
             // SAFETY: the caller's.
             DType::F16 => unsafe { multiply::<f16>(lt, sizes, addresses) },

@@ -17,9 +17,12 @@ pub(super) unsafe trait Job: Sized {
 }
 
 /// A size of a tensor that a kernel supports.
+///
+/// # Panics
+///
+/// If it has more than 32 bits.
 pub(super) fn u32_of(size: usize) -> u32 {
-    debug_assert!(size <= u32::MAX as usize, "tensors are smaller");
-    size as u32
+    u32::try_from(size).expect("`supports` is false for tensors of 2^31 elements or more")
 }
 
 macro_rules! jobs {
@@ -143,6 +146,12 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+
+    #[test]
+    fn sizes_are_never_cut_to_32_bits() {
+        assert_eq!(u32_of(u32::MAX as usize), u32::MAX);
+        assert!(std::panic::catch_unwind(|| u32_of(1 << 32)).is_err());
+    }
 
     /// With the host's C++ compiler, as the fake GPU compiles the kernels.
     #[test]

@@ -64,6 +64,7 @@ impl Kernels {
         };
         let [of_a, of_b, of_c] = [leading(a, k, m)?, leading(b, n, k)?, leading(c, n, m)?];
         let [rows, depth, columns, count] = [narrow(m)?, narrow(k)?, narrow(n)?, narrow(count)?];
+        self.bind()?;
         let blas = self.device.cublas_handle();
         let compute = match (a.dtype, b.dtype) {
             (DType::F32, DType::F32) if allows_tf32() => {
@@ -72,7 +73,8 @@ impl Kernels {
             _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
         };
         // SAFETY: the caller vouches for the addresses; factors are on the host, where cuBLAS looks
-        // for them by default, and read before it returns; the handle works in candle's stream.
+        // for them by default, and read before it returns; the handle works in candle's stream,
+        // whose context is current.
         let done = unsafe {
             result::gemm_strided_batched_ex(
                 *blas.handle(),

@@ -48,6 +48,7 @@ mod rows;
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::cublaslt::CudaBlasLT;
@@ -87,6 +88,12 @@ pub struct Kernels {
     /// Whether the device has tensor cores for half precision as used by the kernels: from compute
     /// capability 8.0 on.
     tensor_cores: bool,
+    /// Number of elements of the largest tensor that was too large for the kernels; 0: none.
+    too_large: AtomicUsize,
+}
+
+fn compute_capability(device: &CudaDevice) -> Result<(i32, i32)> {
+    device.cuda_stream().context().compute_capability().map_err(candle_core::Error::wrap)
 }
 
 /// Index of the program for a type.
@@ -241,10 +248,27 @@ impl Kernels {
         let arrived = Tensor::zeros(1, DType::U32, &Device::Cuda(device.clone()))?;
         let loss_gradient = Tensor::ones(1, DType::F32, &Device::Cuda(device.clone()))?;
         let lt = biased::library(&device.cuda_stream());
-        let capability = device.cuda_stream().context().compute_capability();
-        let tensor_cores = capability.map_err(candle_core::Error::wrap)?.0 >= 8;
-        let device = device.clone();
-        Ok(Self { cudnn, device, programs, arrived, loss_gradient, lt, tensor_cores })
+        let tensor_cores = compute_capability(device)?.0 >= 8;
+        let (device, too_large) = (device.clone(), AtomicUsize::new(0));
+        Ok(Self { cudnn, device, programs, arrived, loss_gradient, lt, tensor_cores, too_large })
+    }
+
+    /// Number of elements of the largest tensor so far that was too large for the kernels, whose
+    /// indices are 32 bits wide: its operator was a composition of candle's, which is slower and
+    /// needs more memory. `None` if there was none.
+    pub fn too_large(&self) -> Option<usize> {
+        // Relaxed: a number for a report, which orders nothing.
+        Some(self.too_large.load(Ordering::Relaxed)).filter(|elements| *elements > 0)
+    }
+
+    /// Whether the kernels' indices, of 32 bits, suffice for a tensor.
+    fn fits(&self, elements: usize) -> bool {
+        let fits = elements < 1 << 31;
+        if !fits {
+            // Relaxed: as in `too_large`.
+            self.too_large.fetch_max(elements, Ordering::Relaxed);
+        }
+        fits
     }
 
     /// Launches a kernel for elements of `dtype` in the stream.
@@ -265,6 +289,12 @@ impl Kernels {
         // SAFETY: the caller vouches for the job; candle frees its tensors in order of the stream.
         unsafe { self.programs[program].launch(kernel as usize, blocks, job.words()) }
             .map_err(candle_core::Error::wrap)
+    }
+
+    /// Makes the device's context current, for libraries that work in the current one.
+    fn bind(&self) -> Result<()> {
+        let stream = self.device.cuda_stream();
+        stream.context().bind_to_thread().map_err(candle_core::Error::wrap)
     }
 
     /// Uninitialized memory for a tensor.

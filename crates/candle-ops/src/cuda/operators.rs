@@ -16,10 +16,11 @@ use crate::sizes::{
 
 impl DeviceKernels for Kernels {
     fn supports(&self, x: &Tensor, dtype: DType, elements: usize) -> bool {
-        // Indices are 32 bits wide.
-        let fits = (1..1 << 31).contains(&x.elem_count()) && elements < 1 << 31;
         let is_own = matches!(x.device(), Device::Cuda(device) if device.id() == self.device.id());
-        program(dtype).is_some() && fits && is_own
+        program(dtype).is_some()
+            && x.elem_count() > 0
+            && is_own
+            && self.fits(x.elem_count().max(elements))
     }
 
     fn relu(self: Arc<Self>, x: &Tensor) -> Result<Tensor> {

@@ -377,7 +377,7 @@ fn kernels_and_autotuning_are_applied() {
     tuned.train().unwrap();
     let report = tuned.engine_mut().compile_report().unwrap().to_string();
     for applied in [
-        "kernels of this engine for tensors of f32, f16 and bf16, ",
+        "kernels of this engine for tensors of f32, f16 and bf16 of fewer than 2^31 elements, ",
         "autotuning of the optimizer: f32 weights by up to ",
     ] {
         assert!(report.contains(applied), "{report}");

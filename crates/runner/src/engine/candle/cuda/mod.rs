@@ -74,9 +74,14 @@ impl Cuda {
         match &self.kernels {
             Some(Ok(kernels)) => {
                 report.applied.push(format!(
-                    "kernels of this engine for tensors of f32, f16 and bf16, forward and backward, in \
-                     place of compositions of candle's operators: {NAMES}"
+                    "kernels of this engine for tensors of f32, f16 and bf16 of fewer than 2^31 elements, forward and \
+                     backward, in place of compositions of candle's operators: {NAMES}"
                 ));
+                if let Some(elements) = kernels.too_large() {
+                    let what =
+                        format!("kernels of this engine for a tensor of {elements} elements");
+                    report.decline(&what, "their indices are 32 bits wide");
+                }
                 match kernels.cudnn() {
                     Ok(name) => report.applied.push(format!(
                         "convolutions of f16 and bf16, and of f32 in TF32, with {name}, deterministic algorithms only"

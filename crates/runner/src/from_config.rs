@@ -457,7 +457,8 @@ fn read_randomness(root: &mut Section, builder: &mut RunnerBuilder) -> Result<()
     let Some(mut section) = root.optional_section("randomness")? else { return Ok(()) };
     builder.seed = section.optional("seed")?;
     builder.diff_rank_seed = section.or("diff_rank_seed", false)?;
-    // Always deterministic, so the value is ignored.
+    // Always deterministic once the algorithms are chosen, so the value is ignored; autotuning
+    // (`compile.mode = "max-autotune"`) may choose others in the next run.
     section.optional::<bool>("deterministic")?;
     section.finish()
 }

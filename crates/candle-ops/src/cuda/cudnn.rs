@@ -10,8 +10,8 @@
 //! enabled in the entered context, of its timings.
 //!
 //! Invariant: every algorithm is deterministic according to cuDNN, so that a captured or resumed
-//! step gives bitwise the same results. Timings differ: two runs that are autotuned from their start
-//! may have other algorithms, and so other last bits.
+//! step gives bitwise the same results. Timings differ: two runs that are autotuned from their
+//! start may have other algorithms, and so other last bits.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};

@@ -97,8 +97,8 @@ impl Cuda {
             match tuned.filter(|_| cudnn.is_some()) {
                 Some(AutotuneSummary { timed, improved, .. }) => report.applied.push(format!(
                     "autotuning of cuDNN's convolutions during training, at the first use of each shape ({timed} \
-                     shapes so far, {improved} of them faster than the default); a resumed run reuses the algorithms \
-                     in its checkpoint"
+                     shapes so far, {improved} of them faster than the default); different choices may change the last \
+                     bits of results, and a resumed run reuses the algorithms in its checkpoint"
                 )),
                 None => {
                     let why = "each operator has one implementation on a GPU";

@@ -97,7 +97,7 @@ pub use attention::{
     AttentionOptions, SdpaOptions, scaled_dot_product_attention, scaled_dot_product_attention_thd,
     self_attention,
 };
-pub use autocast::{autocast, cast, lowered_operators, mixed_types_advice};
+pub use autocast::{autocast, cast, check_dtype, lowered_operators, mixed_types_advice};
 pub use conv::conv3d::conv3d;
 pub use conv::transpose::{ConvTransposeOptions, conv_transpose1d, conv_transpose2d, conv1d};
 pub use conv::{ConvOptions, conv2d};

@@ -398,13 +398,13 @@ impl TrainerBuilder {
         make: impl FnOnce(&[(String, Var)], &Device) -> Result<Box<dyn Optimizer>>,
     ) -> Result<(Variables, ModelTensors, Box<dyn Optimizer>)> {
         let variables = Variables::of(&self.vars, &self.frozen)?;
-        let optimizer = make(&variables.params, variables.params[0].1.device())?;
+        let mut optimizer = make(&variables.params, variables.params[0].1.device())?;
         let tensors = variables.tensors()?;
         let device = tensors.params.tensors[0].device();
+        tensors.params.check_types(self.half)?;
         if let Some(options) = &self.compile {
             Compiled::check(options, device)?;
         }
-        let mut optimizer = optimizer;
         if optimizer.as_device().is_some() == device.is_cpu() {
             let (steps, at) = (optimizer.device(), device.location());
             let text = format!("the optimizer steps on {steps}, the variables are on {at:?}");

@@ -115,6 +115,15 @@ pub struct ModelTensors {
     thread: Option<ThreadId>,
 }
 
+impl Tensors {
+    /// Returns an error unless the device computes in the tensors' types, and in that of autocast.
+    pub(crate) fn check_types(&self, half: Option<amp::DType>) -> candle_core::Result<()> {
+        let half = (half == Some(amp::DType::Bf16)).then_some(DType::BF16);
+        let mut types = self.tensors.iter().map(Tensor::dtype).chain(half);
+        types.try_for_each(|dtype| candle_ops::check_dtype(self.tensors[0].device(), dtype))
+    }
+}
+
 /// Returns an error for a group that cannot average in the memory of the variables' device.
 pub(crate) fn check_group(group: &ProcessGroup, tensors: &ModelTensors) -> crate::Result<()> {
     let is_there = group.world_size() == 1 || group.backend_name() == "nccl";

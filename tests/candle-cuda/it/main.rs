@@ -19,12 +19,22 @@ use candle_core::Result;
 /// Runs `body` in a process of its own, which it may end; returns whether it came to its end, and
 /// its output.
 fn alone(test: &str, body: impl FnOnce() -> Result<()>) -> Option<(bool, String)> {
+    alone_with(&[], test, body)
+}
+
+/// As [`alone`], with environment variables.
+fn alone_with(
+    variables: &[(&str, &str)],
+    test: &str,
+    body: impl FnOnce() -> Result<()>,
+) -> Option<(bool, String)> {
     if env::var_os("ALONE").is_some() {
         body().unwrap();
         return None;
     }
     let mut command = Command::new(env::current_exe().unwrap());
-    let output = command.args([test, "--exact", "--nocapture"]).env("ALONE", "1").output().unwrap();
+    command.args([test, "--exact", "--nocapture"]).env("ALONE", "1");
+    let output = command.envs(variables.iter().copied()).output().unwrap();
     let text = [output.stdout, output.stderr].concat();
     Some((output.status.success(), String::from_utf8_lossy(&text).into_owned()))
 }

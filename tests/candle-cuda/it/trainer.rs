@@ -4,13 +4,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
-use candle_ops::cross_entropy;
+use candle_ops::cuda::Kernels;
 use candle_ops::nn::{Linear, linear};
+use candle_ops::{Context, cross_entropy};
 use candle_train::train_data::Array;
 use candle_train::{AdamWHyper, Clip, CompileMode, CompileOptions, Trainer, TrainerBuilder};
 use collective::{GroupOptions, MemoryStore, ProcessGroup, Store, Transport};
+
+use super::alone_with;
 
 fn model(device: &Device) -> Result<(VarMap, [Linear; 2])> {
     let vars = VarMap::new();
@@ -67,6 +70,42 @@ fn a_trainer_says_whether_cudnn_convolves() {
         Some(Err(why)) => assert!(why.to_string().contains("CUDNN_LIBRARY"), "{why}"),
         None => panic!("nothing is said"),
     }
+}
+
+/// f16 trains on any GPU.
+#[test]
+fn bf16_on_a_gpu_without_it_is_an_error_that_names_the_compute_capability() {
+    let test = "trainer::bf16_on_a_gpu_without_it_is_an_error_that_names_the_compute_capability";
+    let variables = [("FAKE_GPU_CAPABILITY", "75")];
+    let outcome = alone_with(&variables, test, || {
+        let device = Device::new_cuda_with_stream(0)?;
+        let path = std::env::temp_dir().join(format!("half-{}", std::process::id()));
+        assert_eq!(run(&device, &path, 1, TrainerBuilder::f16).len(), 3);
+        std::fs::remove_file(path)?;
+        let text = "bf16 needs a GPU of compute capability 8.0 or later, this one has 7.5: use f16";
+        let build = |vars: &VarMap, with: fn(TrainerBuilder) -> TrainerBuilder| {
+            let built = with(Trainer::builder(vars)).build(AdamWHyper::default());
+            let error = built.unwrap_err().to_string();
+            assert!(error.contains(text), "{error}");
+        };
+        let (vars, _) = model(&device)?;
+        build(&vars, TrainerBuilder::bf16);
+        // Weights of that type.
+        let vars = VarMap::new();
+        let zeros = Tensor::zeros(4, DType::BF16, &Device::Cpu)?.to_device(&device)?;
+        vars.data().lock().unwrap().insert("weight".into(), Var::from_tensor(&zeros)?);
+        build(&vars, |builder| builder);
+        // Operators without a trainer.
+        let x = zeros.reshape((2, 2))?;
+        let kernels =
+            Arc::new(Kernels::new(device.as_cuda_device()?).map_err(candle_core::Error::wrap)?);
+        let mut context = Context::new(0).with_kernels(kernels);
+        let error = context.enter(|| candle_ops::relu(&x)).unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+        Ok(())
+    });
+    let Some((ended, text)) = outcome else { return };
+    assert!(ended && text.contains("1 passed"), "{text}");
 }
 
 /// Two ranks as threads, on the CPU or on one GPU.

@@ -16,7 +16,7 @@ use amp::{Autocast, Cast};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{
-    CpuStorage, CudaStorage, DType, Error, Layout, Result, Shape, Storage, Tensor, bail,
+    CpuStorage, CudaStorage, DType, Device, Error, Layout, Result, Shape, Storage, Tensor, bail,
 };
 
 use crate::context::{self, Region};
@@ -76,6 +76,21 @@ pub fn mixed_types_advice(error: &Error) -> Option<&'static str> {
         }
         _ => None,
     }
+}
+
+/// Returns an error unless `device` computes in `dtype`: a GPU below compute capability 8.0 has no
+/// `bf16`, neither in candle's kernels nor on its tensor cores.
+///
+/// # Errors
+///
+/// One that names the type and the GPU's compute capability.
+pub fn check_dtype(device: &Device, dtype: DType) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if let (Device::Cuda(device), DType::BF16) = (device, dtype) {
+        crate::cuda::check_bf16(device)?;
+    }
+    let _ = (device, dtype);
+    Ok(())
 }
 
 /// Casts the floating-point inputs of an operator by the current policy's rule for `op`, its

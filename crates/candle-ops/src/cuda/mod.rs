@@ -85,11 +85,21 @@ pub struct Kernels {
     loss_gradient: Tensor,
     /// `None` if it cannot be used.
     lt: Option<CudaBlasLT>,
-    /// Whether the device has tensor cores for half precision as used by the kernels: from compute
-    /// capability 8.0 on.
+    /// Whether the device has tensor cores for half precision as used by the kernels, and `bf16`:
+    /// from compute capability 8.0 on.
     tensor_cores: bool,
     /// Number of elements of the largest tensor that was too large for the kernels; 0: none.
     too_large: AtomicUsize,
+}
+
+/// Returns an error unless a device has `bf16`.
+pub(crate) fn check_bf16(device: &CudaDevice) -> Result<()> {
+    match compute_capability(device)? {
+        (8.., _) => Ok(()),
+        (major, minor) => bail!(
+            "bf16 needs a GPU of compute capability 8.0 or later, this one has {major}.{minor}: use f16"
+        ),
+    }
 }
 
 fn compute_capability(device: &CudaDevice) -> Result<(i32, i32)> {
@@ -285,6 +295,9 @@ impl Kernels {
         job: &impl Job,
     ) -> Result<()> {
         let Some(program) = program(dtype) else { bail!("{kernel:?}: no kernel for {dtype:?}") };
+        if dtype == DType::BF16 && !self.tensor_cores {
+            check_bf16(&self.device)?;
+        }
         let blocks = u32::try_from(blocks.max(1)).map_err(candle_core::Error::wrap)?;
         // SAFETY: the caller vouches for the job; candle frees its tensors in order of the stream.
         unsafe { self.programs[program].launch(kernel as usize, blocks, job.words()) }

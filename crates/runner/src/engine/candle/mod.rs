@@ -195,6 +195,7 @@ impl CandleEngine {
                 cuda_device(index).map_err(|e| Error::engine_during(at, e))?
             }
         };
+        ops::check_dtype(&device, dtype).map_err(|e| Error::engine_during(at, e))?;
         let Served { model, mut tensors, passes } =
             params::serve((dtype, options.seed), &device, options.frozen, |vb| {
                 match options.lora {
@@ -297,6 +298,10 @@ impl CandleEngine {
 
     /// Sets autocast of later forward passes to `dtype`, by the device's lists.
     fn set_autocast(&mut self, dtype: Option<fused_optim::DType>) -> Result<()> {
+        if let Some(dtype) = dtype {
+            let checked = ops::check_dtype(&self.device, dtype.into());
+            checked.map_err(|e| Error::engine_during(format!("autocast on {}", self.at), e))?;
+        }
         let lists = self.autocast.clone().with_enabled(dtype.is_some());
         self.autocast = match dtype {
             None => lists,

@@ -2,6 +2,7 @@
 //! fake one of `.ci/devices`.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use collective::ProcessGroup;
@@ -386,4 +387,33 @@ fn kernels_and_autotuning_are_applied() {
     let searched = ["autotuning of cuDNN's convolutions", "autotuning of the model's kernels: "];
     assert!(searched.iter().any(|text| report.contains(text)), "{report}");
     assert!(report.contains("forward and backward as one CUDA graph: not yet"), "{report}");
+}
+
+/// In a process whose fake GPU has an older compute capability.
+#[test]
+fn bfloat16_on_a_gpu_without_it_is_an_error_that_names_the_compute_capability() {
+    if counts::of_the_fake(c"fake_calls").is_none() {
+        return;
+    }
+    if std::env::var_os("FAKE_GPU_CAPABILITY").is_none() {
+        let test =
+            "device::bfloat16_on_a_gpu_without_it_is_an_error_that_names_the_compute_capability";
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args([test, "--exact", "--nocapture"]).env("FAKE_GPU_CAPABILITY", "75");
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let train = |dtype: &str| {
+        let amp = format!(
+            "{GPU}\ncompile = true\n{MLP}\noptim_wrapper = {{ type = 'AmpOptimWrapper', dtype = '{dtype}', \
+             optimizer = {{ type = 'SGD', lr = 0.05 }} }}"
+        );
+        built(&dir.path().join(dtype), &amp, 1, false).and_then(|mut run| run.train())
+    };
+    train("float16").unwrap();
+    let text = train("bfloat16").unwrap_err().to_string();
+    let wanted = "autocast on cuda:0: bf16 needs a GPU of compute capability 8.0 or later, this one has 7.5: use f16";
+    assert!(text.contains(wanted), "{text}");
 }

@@ -1,7 +1,8 @@
-"""Averages over NCCL in a group of one rank, and of two ranks on one GPU, beside `torch.distributed`'s.
+"""Averages over NCCL in a group of one rank, and of two ranks on one GPU, beside `torch.distributed`'s. With
+`--two-gpus`, two ranks on two GPUs instead.
 
-Rows go to `nccl.json` in the folder `--out`. Averages, and the weights after a step that was joined to them, are
-compared bit for bit with the CPU's.
+Rows go to `nccl.json` in the folder `--out`, with `--two-gpus` to `nccl-two.json`. Averages, and the weights after a
+step that was joined to them, are compared bit for bit with the CPU's.
 """
 
 import ctypes
@@ -98,13 +99,21 @@ class Nccl(Times):
         version = self.lib.lib.gpu_nccl_version()
         if version < NCCL_OF_TWO_RANKS:
             return self.row(what="two ranks on one GPU", ended=f"needs NCCL {NCCL_OF_TWO_RANKS}, is {version}")
+        self.start_ranks("two ranks on one GPU", [dict(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_MAX_CTAS="4")] * 2)
+
+    def two_gpus(self):
+        """Two ranks, each of which sees one GPU."""
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+        self.start_ranks("two GPUs", [dict(CUDA_VISIBLE_DEVICES=gpu) for gpu in gpus[:2]])
+
+    def start_ranks(self, where, variables):
+        """A rank, as a process, for each set of environment variables; there are two."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        env = dict(os.environ, NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_MAX_CTAS="4")
         own = [sys.executable, *sys.argv, "--port", port, "--rank"]
-        ranks = [subprocess.Popen([*own, str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  text=True) for rank in range(2)]
+        ranks = [subprocess.Popen([*own, str(rank)], env=dict(os.environ, **own_variables), stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True) for rank, own_variables in enumerate(variables)]
         try:
             texts = [rank.communicate(timeout=45)[0] for rank in ranks]
         finally:
@@ -113,7 +122,7 @@ class Nccl(Times):
             if rank.returncode:
                 raise RuntimeError(text[-300:])
             for row in json.loads(text.splitlines()[-1]):
-                self.row(**row)
+                self.row(**dict(row, what=f"{row['what']}, {where}"))
 
     def rank(self, rank, port):
         """One of the two ranks; prints its rows on the last line."""
@@ -128,7 +137,7 @@ class Nccl(Times):
                 self.all_reduce(group, a)
             torch.cuda.synchronize()
             ms = (time.perf_counter() - start) / 20 * 1e3
-            rows.append(dict(what="all_reduce, two ranks on one GPU", who=f"rank {rank}", case=f"{4 * count} bytes",
+            rows.append(dict(what="all_reduce", who=f"rank {rank}", case=f"{4 * count} bytes",
                              same=same, ms=round(ms, 4)))
         # Gradients differ by rank and are checked after their buckets: both ranks must end with
         # equal weights.
@@ -143,7 +152,7 @@ class Nccl(Times):
         other = sums.clone()
         self.all_reduce(group, other)
         torch.cuda.synchronize()
-        rows.append(dict(what="joined, two ranks on one GPU", who=f"rank {rank}", case="1000 x 1024",
+        rows.append(dict(what="joined", who=f"rank {rank}", case="1000 x 1024",
                          same=torch.equal(sums, other)))
         self.lib.lib.gpu_group_end(group)
         print(json.dumps(rows))
@@ -151,12 +160,17 @@ class Nccl(Times):
 
 def main():
     parser = arguments(__doc__)
-    parser.add_argument("--rank", type=int, help="of two on one GPU, which meet at --port")
+    parser.add_argument("--two-gpus", action="store_true", help="two ranks on two GPUs")
+    parser.add_argument("--rank", type=int, help="of two, which meet at --port")
     parser.add_argument("--port", type=int)
     args = parser.parse_args()
-    record = Nccl(Library(args.library), os.path.join(args.out, "nccl.json"))
+    file = "nccl-two.json" if args.two_gpus else "nccl.json"
+    record = Nccl(Library(args.library), os.path.join(args.out, file))
     if args.rank is not None:
         return record.rank(args.rank, args.port)
+    if args.two_gpus:
+        record.part(record.two_gpus)
+        return record.finish()
     record.part(record.one_rank)
     record.part(record.two_ranks)
     record.finish()

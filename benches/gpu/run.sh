@@ -11,16 +11,19 @@
 #   ./run.sh ncu               the bytes that a step moves for each parameter, and the kernels of
 #                              whole steps
 #   ./run.sh sanitizer [FILTER]  the tests under compute-sanitizer
+#   ./run.sh two               two GPUs, in SECONDS_IN_ALL (180): averages, bits, weights, times,
+#                              failures
 #   ./run.sh cpu               all-reduce on the CPU beside PyTorch's gloo; needs no GPU. `all` has
 #                              it only with RANKS
 #
 # Results go to GPU_BENCH_OUT, by default the folder `results`. NVRTC and NCCL come from the
 # packages of TORCH_PYTHON (default python3), or are NVRTC_LIBRARY and COLLECTIVE_NCCL_LIB.
 # CUDA_TEST_DEVICE (default 0) is the GPU of the tests. STEP_SECONDS (default 4): of timed steps for
-# each row. MODELS: some of resnet_fashion, resnet18, resnet50, transformer, gpt2. TRAIN_OPTIONS:
-# further options of our steps' configurations. TORCH_HOW: PyTorch's ways to run them, by default
-# those of `ways` below. RANKS: how many the CPU's all-reduce has, by default those of 2, 4, 8 and
-# 16 that have a core each. PATIENCE: factor of the limits, for a slow machine.
+# each row. MODELS: some of resnet_fashion, resnet18, resnet50, transformer, gpt2. TWO_STEPS (30):
+# of each training of `two`. TRAIN_OPTIONS: further options of our steps' configurations.
+# TORCH_HOW: PyTorch's ways to run them, by default those of `ways` below. RANKS: how many the CPU's
+# all-reduce has, by default those of 2, 4, 8 and 16 that have a core each. PATIENCE: factor of the
+# limits, for a slow machine.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")"
 [ -e libgpu_bench.so ] || cd out 2>/dev/null || { echo "run build.sh first" >&2; exit 1; }
@@ -28,7 +31,12 @@ kit=$PWD
 python=${TORCH_PYTHON:-python3}
 limit=${SECONDS_IN_ALL:-575}
 budget=${STEP_SECONDS:-4}
+two_steps=${TWO_STEPS:-30}
 models=${MODELS:-transformer gpt2 resnet18 resnet50 resnet_fashion}
+if [ "${1:-}" = two ]; then
+  limit=${SECONDS_IN_ALL:-180}
+  models=${MODELS:-resnet_fashion transformer gpt2}
+fi
 
 # Prints these files or folders in Python's packages of NVIDIA.
 in_packages() {
@@ -134,15 +142,17 @@ train() {
   [ "$ended" = 75 ] || return "$ended"
 }
 ours() {
-  local ended=0 time='s/.*\(train\).* time: ([0-9.]+).*/\1/p'
+  local ended=0
   train "$1" "$2" "$budget" ours- || ended=$?
-  # The first line has the first step in it, which compiles.
-  sed -nE "$time" "$results/ours-$1-$2.txt" | sed '1{$!d}' | sort -g | awk -v model="$1" -v how="$2" -v ended="$ended" '
-    { t[NR] = $1 }
-    END { printf "{\"what\": \"step\", \"model\": \"%s\", \"who\": \"ours\", " \
-      "\"how\": \"%s\", \"ms\": %s, \"ended\": %d}\n",
-      model, how, NR ? 1000 * t[int((NR + 1) / 2)] : "null", ended }' | tee -a "$results/steps.jsonl"
+  printf '{"what": "step", "model": "%s", "who": "ours", "how": "%s", "ms": %s, "ended": %d}\n' \
+    "$1" "$2" "$(median_ms "$results/ours-$1-$2.txt")" "$ended" | tee -a "$results/steps.jsonl"
   return "$ended"
+}
+# The median of a training's times for a step, in ms; `null` without one.
+median_ms() {
+  # The first line has the first step in it, which compiles.
+  sed -nE 's/.*\(train\).* time: ([0-9.]+).*/\1/p' "$1" | sed '1{$!d}' | sort -g |
+    awk '{ t[NR] = $1 } END { print NR ? 1000 * t[int((NR + 1) / 2)] : "null" }'
 }
 theirs() {
   job "torch-$1-$2" $((budget + 60)) "$python" torch_train.py "$1" "$2" --seconds "$budget" --out "$results/steps.jsonl"
@@ -150,10 +160,8 @@ theirs() {
 # PyTorch's ways to run a model, channels-last where that is faster.
 ways() {
   case $1 in
-    transformer) echo "${TORCH_HOW:-inductor graphs eager}" ;;
-    # Whose host keeps up without graphs.
-    gpt2) echo "${TORCH_HOW:-inductor eager}" ;;
-    resnet50) echo "${TORCH_HOW:-inductor-nhwc eager-nhwc}" ;;
+    transformer | gpt2) echo "${TORCH_HOW:-inductor graphs inductor-flash inductor-deterministic eager}" ;;
+    resnet50) echo "${TORCH_HOW:-inductor-nhwc graphs-nhwc eager-nhwc}" ;;
     *) echo "${TORCH_HOW:-inductor-nhwc graphs-nhwc eager-nhwc eager}" ;;
   esac
 }
@@ -164,7 +172,9 @@ warm() {
     train "$model" graph 1 warm- &
     is_large "$model" || train "$model" eager 1 warm- &
     for way in $(ways "$model"); do
-      [[ $way = eager* ]] || job "warm-torch-$model-$way" 150 "$python" torch_train.py "$model" "$way" --seconds 1 &
+      # Attention is no kernel of inductor's: with another one it finds the same code.
+      [[ $way = eager* || $way = *-flash ]] ||
+        job "warm-torch-$model-$way" 150 "$python" torch_train.py "$model" "$way" --seconds 1 &
     done
     ! is_large "$model" || wait
   done
@@ -225,6 +235,93 @@ cpu() {
   return "$failed"
 }
 
+# MODEL HOW NAME RANKS BATCH: trains TWO_STEPS steps, with checkpoints of the first and the last.
+two_train() {
+  local work=$results/work-two-$1-$2-$3
+  rm -rf "$work"
+  # shellcheck disable=SC2046
+  job "two-$1-$2-$3" 60 ./launch --nproc-per-node "$4" --no-python ./runner train "models/$1.toml" --work-dir "$work" \
+    --cfg-options $(config "$1") compile.mode="$2" train_dataloader.batch_size="$5" \
+    "train_cfg={by_epoch=false,max_iters=$two_steps}" default_hooks.logger.interval=$((two_steps / 6 + 1)) \
+    "default_hooks.checkpoint={by_epoch=false,interval=1000000,save_begin=1,save_optimizer=false}"
+}
+# Prints how far the weights of two ranks are from those of one, divided by how far one has trained
+# them.
+two_distance() {
+  "$python" - "$1-one/iter_1" "$1-one/iter_$two_steps" "$1-first/iter_$two_steps" <<'END'
+import struct, sys, torch
+
+def weights(checkpoint):
+    with open(f"{checkpoint}/model.safetensors", "rb") as file:
+        head = struct.unpack("<Q", file.read(8))[0]
+        return torch.frombuffer(bytearray(file.read()[head:]), dtype=torch.float32)
+
+start, one, two = map(weights, sys.argv[1:])
+print(f"{float((two - one).norm() / (one - start).norm()):.3f}")
+END
+}
+# One rank, and twice two ranks with the same samples in a step: bits, weights, times, and what
+# averages.
+two_compare() {
+  local model=$1 how=$2 failed=0 batch name distance log=$results/two-$1-$2 work=$results/work-two-$1-$2
+  left 30 || { say "$model, $how: no time left"; return 1; }
+  batch=$(sed -nE 's/^batch_size = ([0-9]+).*/\1/p' "models/$model.toml" | head -n 1)
+  two_train "$model" "$how" one 1 $((2 * batch)) || failed=1
+  for name in first second; do two_train "$model" "$how" "$name" 2 "$batch" || failed=1; done
+  cmp "$work"-{first,second}/iter_"$two_steps"/model.safetensors || { say "$model, $how: OTHER BITS"; failed=1; }
+  grep -q "averaged by NCCL" "$log-first.txt" || { say "$model, $how: NOT AVERAGED BY NCCL"; failed=1; }
+  say "$model, $how: $(median_ms "$log-one.txt") ms a step of one rank, $(median_ms "$log-first.txt") of two"
+  distance=$(two_distance "$work") || failed=1
+  say "$model, $how: weights of two ranks differ by ${distance:-?} of what one rank has trained"
+  # Batch norms have other statistics, of half of the samples.
+  grep -aq running_mean "$work-one/iter_1/model.safetensors" || awk -v d="${distance:-1}" 'BEGIN { exit d > 0.2 }' ||
+    { say "$model, $how: OTHER WEIGHTS"; failed=1; }
+  return "$failed"
+}
+# A rank is killed after its first steps: the other one must end by itself.
+two_killed() {
+  local log=$results/two-killed.txt killed
+  rm -rf "$results/work-two-killed"
+  # shellcheck disable=SC2016,SC2046
+  job two-killed 60 ./launch --nproc-per-node 2 --no-python bash -c '
+    [ "$RANK" = 0 ] || {
+      until grep -q "(train)" "$0"; do sleep 0.1; done
+      echo "killed at $(date +%s)"
+      kill -9 $$
+    } &
+    exec "$@"' "$log" ./runner train models/resnet_fashion.toml --work-dir "$results/work-two-killed" \
+    --time-budget 50s --cfg-options $(config resnet_fashion) $(how graph) \
+    default_hooks.logger.interval="$two_steps" || true
+  killed=$(sed -nE 's/.*killed at ([0-9]+)$/\1/p' "$log")
+  # The launcher's words, after both have ended.
+  grep "root cause: rank 1 .* killed by SIGKILL" "$log" || { say "killed: NOT ENDED BY ITSELF"; return 1; }
+  say "killed: the other rank ended within $(($(date +%s) - killed)) s"
+}
+# Two ranks that see one GPU: an error that names both.
+two_on_one() {
+  local gpus=${CUDA_VISIBLE_DEVICES:-0}
+  # shellcheck disable=SC2046
+  job two-on-one 40 env -u NCCL_MULTI_RANK_GPU_ENABLE CUDA_VISIBLE_DEVICES="${gpus%%,*}" \
+    ./launch --nproc-per-node 2 --no-python ./runner train models/resnet_fashion.toml \
+    --work-dir "$results/work-two-on-one" --time-budget 2s --cfg-options $(config resnet_fashion) || true
+  grep -m 1 "ranks 0 and 1 are both on the GPU" "$results/two-on-one.txt" || { say "one GPU: NO ERROR"; return 1; }
+}
+two() {
+  local model how failed=0
+  export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+  { date -u; nvidia-smi topo -m; nvidia-smi -L; df -h /dev/shm; ulimit -l; } > "$results/two-machine.txt" 2>&1 || true
+  script nccl --two-gpus && job two-nccl 60 "${command[@]}" || failed=1
+  for model in $models; do
+    # Without tuned convolutions, whose choice differs from run to run.
+    for how in default reduce-overhead; do two_compare "$model" "$how" || failed=1; done
+  done
+  two_killed || failed=1
+  two_on_one || failed=1
+  pack
+  cat "$results/summary.md" "$results/progress.txt"
+  return "$failed"
+}
+
 # The table and the archive of all that there is.
 pack() {
   "$python" summary.py "$results" > "$results/summary.md" || true
@@ -258,13 +355,14 @@ all() {
   return "$failed"
 }
 
-case ${1:-} in all | tests | steps | ncu | sanitizer) check_libraries ;; esac
+case ${1:-} in all | tests | steps | ncu | sanitizer | two) check_libraries ;; esac
 case ${1:-} in
   all) rm -f "$results"/{progress.txt,steps.jsonl}; all "${2:-}" ;;
   tests) test_all tests "${2:-}" 600 ;;
   steps) rm -f "$results/steps.jsonl"; warm; steps; "$python" summary.py "$results" ;;
   times | nccl) script "$1" && "${command[@]}" ;;
   ncu) ncu_of_a_step; ncu_of_models ;;
+  two) rm -f "$results/progress.txt"; two ;;
   cpu) cpu || failed=1; "$python" summary.py "$results"; exit "${failed:-0}" ;;
   sanitizer) test_all sanitizer "${2:-}" 600 compute-sanitizer --error-exitcode 9 --padding 256 ;;
   *) sed -n '2,/^set/{ /^#/p }' "$0" >&2; exit 2 ;;

@@ -51,7 +51,7 @@ def steps(folder):
 
 def parts(folder):
     print("\n| what | case | ms | torch / ours | of a copy |\n|---|---|---|---|---|")
-    for row in rows(os.path.join(folder, "times.json")) + rows(os.path.join(folder, "nccl.json")):
+    for row in [row for name in ("times", "nccl", "nccl-two") for row in rows(os.path.join(folder, f"{name}.json"))]:
         ms = row.get("ms") or ", ".join(f"{who} {row[who]}" for who in ("ours", "torch") if who in row)
         other = {key: value for key, value in row.items()
                  if key in ("gb_per_s", "same", "ended", "error") and value is not None}

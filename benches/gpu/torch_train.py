@@ -4,11 +4,14 @@
     torch_train.py MODEL HOW [--seconds S] [--out FILE]
 
 HOW: `eager`, `inductor` (`torch.compile`) or `graphs` (`torch.compile(mode="reduce-overhead")`, which captures CUDA
-graphs), with `-nhwc` for channels-last. A row is printed, and appended to FILE.
+graphs); with `-nhwc` for channels-last, `-flash` for attention without cuDNN's, so by FlashAttention 2, or
+`-deterministic` for deterministic algorithms only. A row is printed, and appended to FILE; `attention` is the kernel
+that PyTorch chose.
 """
 
 import argparse
 import json
+import os
 import statistics
 import time
 
@@ -115,6 +118,15 @@ class Transformer(nn.Module):
         return self.fc(self.layers(self.embed(x) + self.position).mean(1))
 
 
+def attention_kernel(model, dtype):
+    """The name of PyTorch's kernel for the model's attention; `None` for a model without."""
+    if model not in ATTENTION:
+        return None
+    shape, is_causal = ATTENTION[model]
+    q = torch.empty(shape, device=DEVICE, dtype=dtype, requires_grad=True)
+    return torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=is_causal)).name
+
+
 def optimizer(model, is_transformer):
     if is_transformer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -129,6 +141,8 @@ MODELS = {
     "transformer": (lambda: Transformer(512, 8, 8, 2048, 2), (128, 1, 28, 28), 10, torch.float16),
     "gpt2": (lambda: Gpt(50304, 1024, 768, 12, 12), (16, 1024), 50257, torch.bfloat16),
 }
+# Shape of attention's operands, and whether it is causal.
+ATTENTION = {"transformer": ((128, 8, 196, 64), False), "gpt2": ((16, 12, 1024, 64), True)}
 # Without a GPU: to see that every line runs.
 if not ON_GPU:
     MODELS = {
@@ -149,8 +163,16 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
-    how, _, layout = args.how.partition("-")
-    layout = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    how, *options = args.how.split("-")
+    if set(options) - {"nhwc", "flash", "deterministic"}:
+        parser.error(f"unknown HOW {args.how}")
+    layout = torch.channels_last if "nhwc" in options else torch.contiguous_format
+    if "flash" in options:
+        # Read at the first attention.
+        os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
+    if "deterministic" in options:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     make, shape, classes, dtype = MODELS[args.model]
     is_text = len(shape) == 2
     model = make().train().to(DEVICE).to(memory_format=layout)
@@ -192,7 +214,7 @@ def main():
     steps = max(1, int(args.seconds / 5 / timed(3)))
     rounds = sorted(1e3 * timed(steps) for _ in range(5))
     row = dict(what="step", model=args.model, who="torch", how=args.how, ms=round(statistics.median(rounds), 3),
-               best=round(rounds[0], 3))
+               best=round(rounds[0], 3), attention=attention_kernel(args.model, dtype))
     print(json.dumps(row), flush=True)
     if args.out:
         with open(args.out, "a") as file:

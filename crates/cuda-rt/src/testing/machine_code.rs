@@ -47,7 +47,7 @@ pub fn machine_code_problems(programs: impl Fn(i32) -> Vec<Program> + Sync) -> V
     assert!(nvrtc.version().0 > 0, "NVRTC_LIBRARY is a fake; set it to NVIDIA's");
     let nvdisasm = env::var_os("NVDISASM").expect("NVDISASM is the path of nvdisasm");
     // NVRTC 13 does not support sm_70, 12.1 nothing after sm_90.
-    let all: &[i32] = if nvrtc.version().0 >= 13 { &[80, 90, 100, 120] } else { &[70, 80, 90] };
+    let all: &[i32] = if nvrtc.version().0 >= 13 { &[80, 90, 100, 120] } else { &[70, 75, 80, 90] };
     let work = all.iter().flat_map(|arch| programs(*arch).into_iter().map(|p| (p, *arch)));
     let problems = Mutex::new(Vec::new());
     in_parallel(work, |(program, arch)| {

@@ -147,20 +147,6 @@ fn rule<const N: usize>(op: &str, inputs: [&Tensor; N]) -> Result<Option<Cast>> 
     }
 }
 
-/// The half-precision type to which products cast `f32` under the current policy.
-#[cfg(feature = "cuda")]
-pub(crate) fn half_of_products() -> Option<DType> {
-    let cast = context::with(|context| {
-        context.autocast.as_ref().map(|region| region.policy.cast("linear", &[amp::DType::F32]))
-    });
-    match cast {
-        Some(Ok(Cast::Inputs(half @ (amp::DType::F16 | amp::DType::Bf16)))) => {
-            Some(candle_dtype(half))
-        }
-        _ => None,
-    }
-}
-
 /// Casts both to the narrowest type that represents the values of both: `f32` for `f16` with
 /// `bf16`.
 pub(crate) fn promote([a, b]: [Tensor; 2]) -> Result<[Tensor; 2]> {

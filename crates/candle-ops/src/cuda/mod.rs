@@ -4,10 +4,10 @@
 //! `ops.cu`, `dropout.cu`, `images.cu`, `channels_last.cu`, `rows.cu` and `attention.cu` contain
 //! the kernels; the modules of this folder launch them, with the structs of `jobs.rs`, and
 //! `operators.rs` is the crate's trait over them. Memory belongs to candle, which frees it in
-//! stream order; all launches are in that stream, with their arguments by value, so nothing is copied from the
-//! host, and the host never waits. Matrix products use cuBLAS, through candle's handle; those in
-//! half precision with a bias use cuBLASLt (`biased.rs`); convolutions use cuDNN if it can be
-//! loaded (`cudnn.rs`).
+//! stream order; all launches are in that stream, with their arguments by value, so nothing is
+//! copied from the host, and the host never waits. Matrix products use cuBLAS, through candle's
+//! handle; those in half precision with a bias use cuBLASLt (`biased.rs`); convolutions use cuDNN
+//! if it can be loaded (`cudnn.rs`).
 //!
 //! A result is computed first, then added to candle's graph with its backward pass (`node.rs`).
 //!
@@ -407,6 +407,8 @@ mod cudnn_tests;
 mod dropout_tests;
 #[cfg(test)]
 mod fused_attention_tests;
+#[cfg(test)]
+mod limits_tests;
 #[cfg(test)]
 mod machine_code_tests;
 #[cfg(test)]

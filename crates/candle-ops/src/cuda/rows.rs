@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use super::jobs::{ColumnSumsJob, FoldJob, LayerNormJob, LossJob, SoftmaxJob, SummedJob, u32_of};
 use super::node::{node, node_taking};
 use super::{FOLDED, Kernel, Kernels, Output, THREADS, blocks_of_warps};
-use crate::autocast::half_of_products;
+use crate::context::half_of_products;
 use crate::graph::custom_op::{apply1, apply3};
 use crate::graph::tape::{beside, casts};
 

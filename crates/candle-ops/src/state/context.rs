@@ -14,6 +14,10 @@ use std::mem;
 use std::sync::Arc;
 
 use amp::Autocast;
+#[cfg(feature = "cuda")]
+use amp::Cast;
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::Tensor;
 
 use super::autotune::{Autotune, AutotuneSummary};
@@ -227,6 +231,20 @@ pub(crate) fn replacing<T: Default, R>(
     let result = call();
     let value = with(|context| mem::take(field(context)));
     (result, value)
+}
+
+/// The half-precision type to which products cast `f32` under the entered policy.
+#[cfg(feature = "cuda")]
+pub(crate) fn half_of_products() -> Option<DType> {
+    let cast = with(|context| {
+        let region = context.autocast.as_ref()?;
+        region.policy.cast("linear", &[amp::DType::F32]).ok()
+    });
+    match cast {
+        Some(Cast::Inputs(amp::DType::F16)) => Some(DType::F16),
+        Some(Cast::Inputs(amp::DType::Bf16)) => Some(DType::BF16),
+        _ => None,
+    }
 }
 
 /// Number of random words drawn so far by the entered context, see [`Context::random_position`].

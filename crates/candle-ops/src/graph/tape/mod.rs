@@ -33,7 +33,6 @@ use candle_core::{
 };
 use parking_lot::Mutex;
 
-use crate::autocast::promote;
 use crate::graph::custom_op::{Differentiable, channels_last, channels_second};
 use crate::graph::device;
 
@@ -535,10 +534,8 @@ impl Pass {
 fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let plain = |a: &Tensor, b: &Tensor| match device::add([a, b])? {
         Some(sum) => Ok(sum),
-        None => {
-            let [a, b] = promote([a.clone(), b.clone()])?;
-            a + b
-        }
+        None if a.dtype() == b.dtype() => a + b,
+        None => a.to_dtype(DType::F32)? + b.to_dtype(DType::F32)?,
     };
     match (channels_last(a), channels_last(b)) {
         (Some(a), Some(b)) => channels_second(&plain(&a, &b)?),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use fused_optim::{DType, Slice, SliceMut};
-use half::f16;
+use half::{bf16, f16};
 use parking_lot::Mutex;
 use runner::data::ArrayData;
 use runner::data::{Dataset, Draw};
@@ -45,7 +45,9 @@ impl Sgd {
                 SliceMut::F16(weight) => {
                     weight.iter_mut().zip(master).for_each(|(w, m)| *w = f16::from_f32(*m));
                 }
-                SliceMut::Bf16(_) => panic!("not trained here"),
+                SliceMut::Bf16(weight) => {
+                    weight.iter_mut().zip(master).for_each(|(w, m)| *w = bf16::from_f32(*m));
+                }
             }
         }
         true

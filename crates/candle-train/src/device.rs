@@ -58,7 +58,7 @@ pub fn device() -> Result<Device> {
     match cuda_device(topology.device(Accelerator::Cuda)?) {
         // The other ranks wait in `build`. There all learn why this one does not come.
         Err(error) if topology.world_size > 1 => {
-            Err(join_gpus(&topology).err().unwrap_or(error.into()))
+            Err(join_gpus(&topology).err().unwrap_or_else(|| error.into()))
         }
         opened => Ok(opened?),
     }

@@ -263,7 +263,8 @@ DEVICE void attend(const AttentionJob& job) {
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const AttentionJob job) {
   if constexpr (IS_HALF) attend<false>(job);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_masked(const AttentionJob job) {
+/// With bits: the registers of two blocks would spill.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_masked(const AttentionJob job) {
   if constexpr (IS_HALF) attend<true>(job);
 }
 
@@ -342,7 +343,7 @@ DEVICE void attend_backward(const AttentionJob& job) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward(const AttentionJob job) {
   if constexpr (IS_HALF) attend_backward<false>(job);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward_masked(const AttentionJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_masked(const AttentionJob job) {
   if constexpr (IS_HALF) attend_backward<true>(job);
 }
 
@@ -438,6 +439,6 @@ DEVICE void attend_backward_keys(const AttentionJob& job) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward_keys(const AttentionJob job) {
   if constexpr (IS_HALF) attend_backward_keys<false>(job);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward_keys_masked(const AttentionJob job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys_masked(const AttentionJob job) {
   if constexpr (IS_HALF) attend_backward_keys<true>(job);
 }

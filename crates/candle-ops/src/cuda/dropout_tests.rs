@@ -34,7 +34,7 @@ fn dropout_draws_the_words_of_the_cpu() {
             let x = values("x", &[count + 1]).to_dtype(dtype).unwrap();
             for first in [0, 1] {
                 let op = |t: &[Tensor]| dropout(&t[0].narrow(0, first, count)?, 0.3);
-                let [(cpu, end), (gpu, own_end)] = on_both(&[x.clone()], position, op);
+                let [(cpu, end), (gpu, own_end)] = on_both(std::slice::from_ref(&x), position, op);
                 assert_eq!((end, own_end), (position + count as u64, end));
                 for (cpu, gpu) in cpu.iter().zip(&gpu) {
                     let bits = |x: &Tensor| flat(x).iter().map(|x| x.to_bits()).collect::<Vec<_>>();

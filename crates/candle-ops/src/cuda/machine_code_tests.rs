@@ -10,13 +10,15 @@ use super::{KERNELS, SOURCE, macros};
 const REGISTERS: u32 = 96;
 
 fn limits(kernel: &'static str, arch: i32) -> Limits {
-    let registers = match kernel {
+    let name = kernel.strip_suffix("_masked").unwrap_or(kernel);
+    let registers = match name {
         // One block.
+        _ if name != kernel => 200,
         "attention_backward" | "attention_backward_keys" if arch >= 100 => 200,
         "attention" | "attention_backward" | "attention_backward_keys" => 128,
         _ => REGISTERS,
     };
-    let (wide_loads, wide_stores) = match kernel {
+    let (wide_loads, wide_stores) = match name {
         // Gathers, and rows of any alignment.
         "col2im" | "max_pool" | "max_pool_backward" | "fold_columns" => (false, false),
         "layer_norm" | "layer_norm_backward" | "softmax" | "softmax_backward" => (false, false),
@@ -33,6 +35,8 @@ fn limits(kernel: &'static str, arch: i32) -> Limits {
         "mean_pool_backward" | "cast_to_f32" => (false, true),
         // Uses asynchronous copies to shared memory, and words of pairs.
         "attention" | "attention_backward" | "attention_backward_keys" => (false, false),
+        // Numbers of 16 bits.
+        "attention_dropped" | "attention_hidden" => (false, false),
         // Reads bytes for 16 bytes of results.
         "scale_bytes" => (false, true),
         _ => (true, true),

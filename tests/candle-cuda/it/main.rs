@@ -38,3 +38,15 @@ fn alone_with(
     let text = [output.stdout, output.stderr].concat();
     Some((output.status.success(), String::from_utf8_lossy(&text).into_owned()))
 }
+
+/// A function of the fake GPU by its name.
+///
+/// # Safety
+///
+/// It must have this type.
+unsafe fn of_the_fake<F: Copy>(name: &str) -> F {
+    let process = libloading::os::unix::Library::this();
+    // SAFETY: the caller vouches for the type.
+    let function = unsafe { process.get::<F>(name) };
+    *function.unwrap()
+}

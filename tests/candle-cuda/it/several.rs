@@ -14,6 +14,8 @@ use candle_train::train_data::{Array, Batch};
 use candle_train::{AdamWHyper, Fields, Trainer, TrainerBuilder};
 use collective::{GroupOptions, MemoryStore, ProcessGroup, Store, Transport};
 
+use crate::of_the_fake;
+
 /// Calls `rank` on two ranks, threads with the same GPU.
 fn two_ranks<R: Send>(timeout: Duration, rank: impl Fn(ProcessGroup) -> R + Sync) -> Vec<R> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
@@ -57,17 +59,19 @@ const HANG: c_int = 2;
 /// Lets the next launch of a collective on device 0 hang until the group is aborted.
 fn hang_at_next_launch() {
     type Inject = unsafe extern "C" fn(*const c_char, c_int, c_int, c_int, c_int);
-    let process = libloading::os::unix::Library::this();
-    // SAFETY: the fake's function, which copies the name.
-    unsafe { process.get::<Inject>(b"fake_fault").unwrap()(c"launch".as_ptr(), 0, 1, HANG, 0) };
+    // SAFETY: that is the type of the function of this name.
+    let inject = unsafe { of_the_fake::<Inject>("fake_fault") };
+    // SAFETY: it copies the name.
+    unsafe { inject(c"launch".as_ptr(), 0, 1, HANG, 0) };
 }
 
 /// Bytes that this thread has copied to the host.
 fn copied() -> u64 {
-    type Copied = unsafe extern "C" fn() -> *const [u64; 2];
-    let process = libloading::os::unix::Library::this();
-    // SAFETY: the fake's function, and the address of two numbers of this thread.
-    unsafe { (*process.get::<Copied>(b"fake_gpu_copied").unwrap()())[1] }
+    type Copied = extern "C" fn() -> *const [u64; 2];
+    // SAFETY: that is the type of the function of this name.
+    let copied = unsafe { of_the_fake::<Copied>("fake_gpu_copied") };
+    // SAFETY: the address of two numbers of this thread.
+    unsafe { (*copied())[1] }
 }
 
 /// The step is the last one, so no later one could notice it.

@@ -13,6 +13,8 @@ use candle_train::train_data::Array;
 use candle_train::{AdamWHyper, Clip, CompileMode, CompileOptions, Trainer, TrainerBuilder};
 use collective::{GroupOptions, MemoryStore, ProcessGroup, Store, Transport};
 
+use crate::of_the_fake;
+
 use super::alone_with;
 
 fn model(device: &Device) -> Result<(VarMap, [Linear; 2])> {
@@ -187,11 +189,10 @@ fn arrays_are_sent_as_they_are_and_tuned_trainers_say_so() {
 #[ignore = "needs the fake GPU, which counts launches"]
 fn variables_of_bf16_follow_those_of_f32_without_a_cast() {
     type Launches = unsafe extern "C" fn(*const std::ffi::c_char) -> u64;
-    let process = libloading::os::unix::Library::this();
-    // SAFETY: the fake's function, which reads the name.
-    let launches = |kernel: &std::ffi::CStr| unsafe {
-        process.get::<Launches>(b"fake_gpu_launches").unwrap()(kernel.as_ptr())
-    };
+    // SAFETY: that is the type of the function of this name.
+    let launches = unsafe { of_the_fake::<Launches>("fake_gpu_launches") };
+    // SAFETY: it reads a name.
+    let launches = |kernel: &std::ffi::CStr| unsafe { launches(kernel.as_ptr()) };
     let casts = || [c"cast_from_f32", c"cast_to_f32"].map(launches);
     let device = Device::new_cuda_with_stream(0).unwrap();
     let run = |dtype: DType| {

@@ -347,21 +347,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_mask
   if constexpr (IS_HALF) attend_backward<true>(job);
 }
 
+/// 64 queries, tile by tile. Divisions are outside of the loop over tiles: `place` is the first
+/// row's place among the `seen` rows after which the causal mask begins again, `own` that of the
+/// thread's row. Without such a mask both are the number of keys.
+struct QueryTile {
+  u32 first, place, own, step;
+
+  DEVICE QueryTile(const AttentionJob& job) {
+    const u32 row = threadIdx.x % SIDE;
+    first = 0, step = job.seen ? SIDE % job.seen : 0;
+    place = job.seen ? 0 : job.keys, own = job.seen ? row % job.seen : job.keys;
+  }
+  DEVICE void advance(const AttentionJob& job) {
+    const auto moved = [&](u32 x) { return x += step, job.seen && x >= job.seen ? x - job.seen : x; };
+    first += SIDE, place = moved(place), own = moved(own);
+  }
+  /// Number of keys that the thread's row sees, and the most that any row sees.
+  DEVICE u32 limit(const AttentionJob& job) const {
+    if (first + threadIdx.x % SIDE >= job.queries) return 0;
+    return own < job.keys ? own + 1 : job.keys;
+  }
+  DEVICE u32 reach(const AttentionJob& job) const {
+    const u32 rows = job.queries - first < SIDE ? job.queries - first : SIDE;
+    const u32 most = job.seen && place + rows > job.seen ? job.seen : place + rows;
+    return most < job.keys ? most : job.keys;
+  }
+};
+
 template <bool MASKED>
 DEVICE void attend_backward_keys(const AttentionJob& job) {
   __shared__ SharedTile tiles[2][2];
   __shared__ float lse[2][SIDE], delta[2][SIDE];
   __shared__ u32 limit[2][SIDE];
+  __shared__ RowBits bits[2][MASKED ? SIDE : 1];
   const u32 blocks = (job.keys + BANDS - 1) / BANDS, pair = blockIdx.x / blocks;
   const u32 block = blockIdx.x % blocks * BANDS, own = block + band();
   const u64 q = rows_of(job, job.q, pair), dy = rows_of(job, job.dy, pair);
   FragmentA k, v;
   load_band(k, tiles[1], rows_of(job, job.k, pair), job.k, block, job.keys);
   load_band(v, tiles[1], rows_of(job, job.v, pair), job.v, block, job.keys);
-  // The first tile from `first` on of which a row sees a key of the block.
-  const auto seen_from = [&](u32 first) {
-    while (first < job.queries && reach_of(job, first, SIDE) <= block) first += SIDE;
-    return first;
+  // Skips tiles of which no row sees a key of the block.
+  const auto skip_unseen = [&](QueryTile& tile) {
+    while (tile.first < job.queries && tile.reach(job) <= block) tile.advance(job);
   };
   float next_lse = 0, next_delta = 0;
   const auto read_queries = [&](u32 first, SharedTile (&to)[2]) {
@@ -373,19 +400,22 @@ DEVICE void attend_backward_keys(const AttentionJob& job) {
   };
   const float factor = job.scale * LOG2_E;
   Sums<8> dk = {}, dv = {};
-  u32 next = seen_from(0);
-  if (next < job.queries) read_queries(next, tiles[0]);
+  QueryTile next(job);
+  skip_unseen(next);
+  if (next.first < job.queries) read_queries(next.first, tiles[0]);
 #pragma unroll 1
-  for (u32 first = next, turn = 0; first < job.queries; first = next, turn ^= 1) {
+  for (u32 turn = 0; next.first < job.queries; turn ^= 1) {
+    const u32 first = next.first, reach = next.reach(job);
     if (threadIdx.x < SIDE) {
       lse[turn][threadIdx.x] = next_lse, delta[turn][threadIdx.x] = next_delta;
-      limit[turn][threadIdx.x] = limit_of(job, first + threadIdx.x);
+      limit[turn][threadIdx.x] = next.limit(job);
+      if constexpr (MASKED) bits[turn][threadIdx.x] = bits_of(job, pair, first + threadIdx.x);
     }
     wait_for_copies();
     __syncthreads();
-    next = seen_from(first + SIDE);
-    if (next < job.queries) read_queries(next, tiles[turn ^ 1]);
-    if (own >= job.keys || reach_of(job, first, SIDE) <= own) continue;
+    next.advance(job), skip_unseen(next);
+    if (next.first < job.queries) read_queries(next.first, tiles[turn ^ 1]);
+    if (own >= job.keys || reach <= own) continue;
 #pragma unroll
     for (u32 part = 0; part < SIDE; part += BAND) {
       if (first + part >= job.queries) continue;
@@ -395,7 +425,7 @@ DEVICE void attend_backward_keys(const AttentionJob& job) {
       if constexpr (MASKED) {
         bool is_hidden = true;
         for (u32 i = 0; i < 4; i++) {
-          const RowBits row = bits_of(job, pair, first + part + i / 2 * 8 + own_column() + i % 2);
+          const RowBits row = bits[turn][part + i / 2 * 8 + own_column() + i % 2];
           if (row.hidden) hidden[i] = load2<true>(row.hidden + own / 8);
           if (row.dropped) dropped[i] = load2<true>(row.dropped + own / 8);
           is_hidden = is_hidden && hidden[i] == 0xffff;

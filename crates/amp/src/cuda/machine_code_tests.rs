@@ -6,7 +6,14 @@ use cuda_rt::testing::{self, Limits};
 use super::Program;
 
 fn limits(kernel: &'static str, registers: u32, wide: bool) -> Limits {
-    Limits { kernel, registers, wide_loads: wide, wide_stores: wide, loads_at_once: 0 }
+    Limits {
+        kernel,
+        registers,
+        wide_loads: wide,
+        wide_stores: wide,
+        loads_at_once: 0,
+        products_at_once: 0,
+    }
 }
 
 /// A cast accesses the wider type by 16 bytes, and has four loads in flight.

@@ -19,6 +19,9 @@ constexpr u32 RESIDENT = 1;
 constexpr u32 RESIDENT = 2;
 #endif
 
+/// Minus infinity.
+#define LEAST (-__uint_as_float(INFINITY_BITS))
+
 constexpr u32 SIDE = 64, BAND = 16, BANDS = THREADS / WARP * BAND;
 /// 8 halves. A row has a part more than it needs, so that eight rows lie in different banks.
 struct alignas(16) HalfPack { u32 w[4]; };
@@ -90,7 +93,8 @@ DEVICE void read_ahead(SharedTile& tile, u64 base, const Operand& operand, u32 f
   for (u32 i = threadIdx.x; i < SIDE * (SIDE / 8); i += THREADS) {
     const u32 row = first + i / 8, column = i % 8 * 8;
     const bool are_there = row < rows && column < operand.depth;
-    copy_ahead(&tile[i / 8][i % 8], are_there ? at(base, (u64)row * operand.line + column) : base, are_there);
+    const u32 there = row < rows ? row : 0, from = column < operand.depth ? column : 0;
+    copy_ahead(&tile[i / 8][i % 8], at(base, (u64)there * operand.line + from), are_there);
   }
 }
 
@@ -114,13 +118,14 @@ struct Sums {
   float of[N][4];
 
   /// The product with the rows `first..` of a tile, one for each column, of which the last are left
-  /// out.
+  /// out unless the tile is whole.
+  template <bool WHOLE>
   DEVICE void multiply(const FragmentA& left, SharedTile& tile, u32 first, u32 columns) {
 #pragma unroll
     for (u32 n = 0; n < N; n++) {
 #pragma unroll
       for (u32 e = 0; e < 4; e++) of[n][e] = 0;
-      if (n * 8 >= columns) continue;
+      if (!WHOLE && n * 8 >= columns) continue;
 #pragma unroll
       for (u32 j = 0; j < SIDE / 16; j += 2) {
         u32 w[4];
@@ -131,21 +136,26 @@ struct Sums {
     }
   }
   /// Adds the product of `left`, as halves, with the rows `first..` of a tile, of which the last
-  /// are left out.
-  template <u32 M>
+  /// are left out unless it is whole.
+  template <bool WHOLE, u32 M>
   DEVICE void add(const Sums<M>& left, SharedTile& tile, u32 first, u32 rows) {
 #pragma unroll
     for (u32 m = 0; m < M; m += 2) {
-      if (m * 8 >= rows) continue;
-      const auto two = [&](u32 n, u32 e) { return narrow_two<IS_BF16>(left.of[n][e], left.of[n][e + 1]); };
-      const u32 a[4] = {two(m, 0), two(m, 2), two(m + 1, 0), two(m + 1, 2)};
+      if (!WHOLE && m * 8 >= rows) continue;
+      add_one(left, m, tile, first + m * 8);
+    }
+  }
+  /// Adds the product of 16 columns of `left`, from 8 times `m` on, with 16 rows.
+  template <u32 M>
+  DEVICE void add_one(const Sums<M>& left, u32 m, SharedTile& tile, u32 first) {
+    const auto two = [&](u32 n, u32 e) { return narrow_two<IS_BF16>(left.of[n][e], left.of[n][e + 1]); };
+    const u32 a[4] = {two(m, 0), two(m, 2), two(m + 1, 0), two(m + 1, 2)};
 #pragma unroll
-      for (u32 n = 0; n < N; n += 2) {
-        u32 w[4];
-        load_tiles_transposed(w, &tile[first + m * 8 + lane() % 16][n + lane() / 16]);
-        multiply_tiles<IS_BF16>(of[n], a, w[0], w[1]);
-        multiply_tiles<IS_BF16>(of[n + 1], a, w[2], w[3]);
-      }
+    for (u32 n = 0; n < N; n += 2) {
+      u32 w[4];
+      load_tiles_transposed(w, &tile[first + lane() % 16][n + lane() / 16]);
+      multiply_tiles<IS_BF16>(of[n], a, w[0], w[1]);
+      multiply_tiles<IS_BF16>(of[n + 1], a, w[2], w[3]);
     }
   }
   /// Writes the rows `first..`, times a factor for each half of the warp's rows.
@@ -175,90 +185,132 @@ DEVICE void load_band(FragmentA& left, SharedTile (&tiles)[2], u64 base, const O
 DEVICE float sum_of_four(float x) { return x += exchange(x, 1), x + exchange(x, 2); }
 DEVICE float largest_of_four(float x) { return x = fmaxf(x, exchange(x, 1)), fmaxf(x, exchange(x, 2)); }
 
-/// The warp's 16 queries of a block of 128, the later ones first: under a causal mask they take
-/// longest.
+/// A block's 128 queries, the later ones first: under a causal mask they take longest. In shared
+/// memory, since the loops over keys need all registers.
 struct Queries {
-  u32 pair, block, first;
-  /// The thread's two rows, and the number of keys that each sees.
-  u32 row[2], limit[2];
-  /// The most keys that a row of the block, and of the warp, sees; the fewest of the warp.
-  u32 end, most, fewest;
+  u64 k, v;
+  u32 pair, block;
+  /// The most keys that a row of the block sees.
+  u32 end;
+  /// The number of keys that each row sees, and the most and the fewest of a warp's.
+  u32 limits[BANDS], most_of[THREADS / WARP], fewest_of[THREADS / WARP];
 
-  DEVICE Queries(const AttentionJob& job) {
+  DEVICE void fill(const AttentionJob& job) {
     const u32 blocks = (job.queries + BANDS - 1) / BANDS;
-    pair = blockIdx.x / blocks, block = (blocks - 1 - blockIdx.x % blocks) * BANDS, first = block + band();
-    for (u32 h = 0; h < 2; h++) row[h] = first + lane() / 4 + 8 * h, limit[h] = limit_of(job, row[h]);
-    end = reach_of(job, block, BANDS), most = reach_of(job, first, BAND);
-    fewest = job.seen ? (first % job.seen + BAND <= job.seen ? limit_of(job, first) : 0) : job.keys;
+    const u32 from = (blocks - 1 - blockIdx.x % blocks) * BANDS, warps = from + band();
+    if (threadIdx.x == 0) {
+      pair = blockIdx.x / blocks, block = from, end = reach_of(job, from, BANDS);
+      k = rows_of(job, job.k, pair), v = rows_of(job, job.v, pair);
+    }
+    if (threadIdx.x < BANDS) limits[threadIdx.x] = limit_of(job, from + threadIdx.x);
+    if (lane() == 0) {
+      most_of[threadIdx.x / WARP] = reach_of(job, warps, BAND);
+      const u32 causal = job.seen && warps % job.seen + BAND <= job.seen ? limit_of(job, warps) : 0;
+      fewest_of[threadIdx.x / WARP] = job.seen ? causal : job.keys;
+    }
+    __syncthreads();
+  }
+  /// The warp's first row, and the thread's two rows.
+  DEVICE u32 first() const { return block + band(); }
+  DEVICE u32 row(u32 h) const { return first() + lane() / 4 + 8 * h; }
+  DEVICE u32 limit(u32 h) const { return limits[band() + lane() / 4 + 8 * h]; }
+  DEVICE u32 most() const { return most_of[threadIdx.x / WARP]; }
+  DEVICE u32 fewest() const { return fewest_of[threadIdx.x / WARP]; }
+};
+
+/// The forward pass of a warp's 16 queries.
+template <bool MASKED>
+struct Forward {
+  const Queries& own;
+  RowBits rows[2] = {};
+  FragmentA q;
+  float factor, largest[2], sum[2] = {};
+  Sums<8> y = {};
+
+  DEVICE Forward(const AttentionJob& job, const Queries& of) : own(of) {
+    factor = job.scale * LOG2_E, largest[0] = largest[1] = LEAST;
+    if constexpr (MASKED)
+      for (u32 h = 0; h < 2; h++) rows[h] = bits_of(job, own.pair, own.row(h));
+  }
+  /// Takes a tile of keys and values. It is whole if each row of the warp sees all its keys, but for
+  /// hidden ones: then nothing is left out, so there is no branch between products.
+  template <bool WHOLE>
+  DEVICE void take(u32 first, SharedTile (&tile)[2]) {
+    const u32 columns = own.most() - first, limit[2] = {own.limit(0), own.limit(1)};
+    TileBits bits[2];
+    if constexpr (MASKED) {
+      for (u32 h = 0; h < 2; h++) bits[h].load(rows[h], first);
+      const u32 all = bits[0].hidden[0] & bits[0].hidden[1] & bits[1].hidden[0] & bits[1].hidden[1];
+      if (__ballot_sync(ALL, all != ALL) == 0) return;
+    }
+    Sums<8> p;
+    p.template multiply<WHOLE>(q, tile[0], 0, columns);
+    float base[2];
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      float tile_largest = LEAST;
+#pragma unroll
+      for (u32 i = 0; i < 16; i++) {
+        float& x = p.of[i / 2][2 * h + i % 2];
+        const u32 key = i / 2 * 8 + own_column() + i % 2;
+        const bool sees = (WHOLE || first + key < limit[h]) && !(MASKED && bits[h].hides(key));
+        x = sees ? x * factor : LEAST;
+        tile_largest = fmaxf(tile_largest, x);
+      }
+      const float now = fmaxf(largest[h], largest_of_four(tile_largest));
+      base[h] = now == LEAST ? 0 : now;
+      const float kept = exp2_of(largest[h] - base[h]);
+      largest[h] = now, sum[h] *= kept;
+#pragma unroll
+      for (u32 i = 0; i < 16; i++) y.of[i / 2][2 * h + i % 2] *= kept;
+    }
+#pragma unroll
+    for (u32 m = 0; m < 8; m += 2) {
+      if (!WHOLE && m * 8 >= columns) continue;
+#pragma unroll
+      for (u32 i = 0; i < 8; i++) {
+        const u32 h = i / 2 % 2;
+        float& x = p.of[m + i / 4][i % 4];
+        x = exp2_of(x - base[h]), sum[h] += x;
+        if (MASKED && bits[h].drops((m + i / 4) * 8 + own_column() + i % 2)) x = 0;
+      }
+      y.add_one(p, m, tile[1], m * 8);
+    }
   }
 };
 
 template <bool MASKED>
 DEVICE void attend(const AttentionJob& job) {
   __shared__ SharedTile tiles[2][2];
-  const Queries own(job);
-  RowBits rows[2] = {};
-  if constexpr (MASKED)
-    for (u32 h = 0; h < 2; h++) rows[h] = bits_of(job, own.pair, own.row[h]);
-  const u64 k = rows_of(job, job.k, own.pair), v = rows_of(job, job.v, own.pair);
+  __shared__ Queries own;
+  own.fill(job);
+  Forward<MASKED> all(job, own);
   const auto read_keys = [&](u32 first, SharedTile (&to)[2]) {
-    read_ahead(to[0], k, job.k, first, job.keys), read_ahead(to[1], v, job.v, first, job.keys);
+    read_ahead(to[0], own.k, job.k, first, job.keys), read_ahead(to[1], own.v, job.v, first, job.keys);
   };
   read_keys(0, tiles[0]);
-  FragmentA q;
-  load_band(q, tiles[1], rows_of(job, job.q, own.pair), job.q, own.block, job.queries);
-  const float factor = job.scale * LOG2_E, least = -__uint_as_float(INFINITY_BITS);
-  float largest[2] = {least, least}, sum[2] = {};
-  Sums<8> y = {};
+  load_band(all.q, tiles[1], rows_of(job, job.q, own.pair), job.q, own.block, job.queries);
 #pragma unroll 1
-  for (u32 first = 0, turn = 0; first < own.end; first += SIDE, turn ^= 1) {
+  for (u32 first = 0; first < own.end; first += SIDE) {
+    const u32 turn = first / SIDE % 2;
     wait_for_copies();
     __syncthreads();
     if (first + SIDE < own.end) read_keys(first + SIDE, tiles[turn ^ 1]);
-    if (first >= own.most) continue;
-    TileBits bits[2];
-    if constexpr (MASKED) {
-      for (u32 h = 0; h < 2; h++) bits[h].load(rows[h], first);
-      const u32 all = bits[0].hidden[0] & bits[0].hidden[1] & bits[1].hidden[0] & bits[1].hidden[1];
-      if (__ballot_sync(ALL, all != ALL) == 0) continue;
-    }
-    Sums<8> p;
-    p.multiply(q, tiles[turn][0], 0, own.most - first);
-    const bool whole = first + SIDE <= own.fewest;
-#pragma unroll
-    for (u32 h = 0; h < 2; h++) {
-      float tile_largest = least;
-#pragma unroll
-      for (u32 i = 0; i < 16; i++) {
-        float& x = p.of[i / 2][2 * h + i % 2];
-        const u32 key = i / 2 * 8 + own_column() + i % 2;
-        const bool sees = (whole || first + key < own.limit[h]) && !(MASKED && bits[h].hides(key));
-        x = sees ? x * factor : least;
-        tile_largest = fmaxf(tile_largest, x);
-      }
-      const float now = fmaxf(largest[h], largest_of_four(tile_largest)), base = now == least ? 0 : now;
-      const float kept = exp2_of(largest[h] - base);
-      largest[h] = now, sum[h] *= kept;
-#pragma unroll
-      for (u32 i = 0; i < 16; i++) {
-        float& x = p.of[i / 2][2 * h + i % 2];
-        x = exp2_of(x - base), sum[h] += x;
-        if (MASKED && bits[h].drops(i / 2 * 8 + own_column() + i % 2)) x = 0;
-        y.of[i / 2][2 * h + i % 2] *= kept;
-      }
-    }
-    y.add(p, tiles[turn][1], 0, own.most - first);
+    if (first >= own.most()) continue;
+    if (first + SIDE <= own.fewest()) all.template take<true>(first, tiles[turn]);
+    else all.template take<false>(first, tiles[turn]);
   }
+  float by[2];
 #pragma unroll
   for (u32 h = 0; h < 2; h++) {
-    sum[h] = sum_of_four(sum[h]);
+    const float sum = sum_of_four(all.sum[h]);
     // All keys are hidden: the result is 0.
-    const bool has_none = MASKED && sum[h] == 0;
-    if (lane() % 4 == 0 && own.row[h] < job.queries)
-      store_one<F32>(job.lse, (u64)own.pair * job.queries + own.row[h], has_none ? 0 : largest[h] + log2f(sum[h]));
-    sum[h] = has_none ? 0 : (MASKED ? job.keep : 1) / sum[h];
+    const bool has_none = MASKED && sum == 0;
+    if (lane() % 4 == 0 && own.row(h) < job.queries)
+      store_one<F32>(job.lse, (u64)own.pair * job.queries + own.row(h), has_none ? 0 : all.largest[h] + log2f(sum));
+    by[h] = has_none ? 0 : (MASKED ? job.keep : 1) / sum;
   }
-  y.store(rows_of(job, job.y, own.pair), job.y, own.first, job.queries, sum);
+  all.y.store(rows_of(job, job.y, own.pair), job.y, own.first(), job.queries, by);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attention(const AttentionJob job) {
   if constexpr (IS_HALF) attend<false>(job);
@@ -271,13 +323,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_masked(const 
 template <bool MASKED>
 DEVICE void attend_backward(const AttentionJob& job) {
   __shared__ SharedTile tiles[2][2];
-  const Queries own(job);
+  __shared__ Queries own;
+  own.fill(job);
   RowBits rows[2] = {};
   if constexpr (MASKED)
-    for (u32 h = 0; h < 2; h++) rows[h] = bits_of(job, own.pair, own.row[h]);
-  const u64 k = rows_of(job, job.k, own.pair), v = rows_of(job, job.v, own.pair);
+    for (u32 h = 0; h < 2; h++) rows[h] = bits_of(job, own.pair, own.row(h));
   const auto read_keys = [&](u32 first, SharedTile (&to)[2]) {
-    read_ahead(to[0], k, job.k, first, job.keys), read_ahead(to[1], v, job.v, first, job.keys);
+    read_ahead(to[0], own.k, job.k, first, job.keys), read_ahead(to[1], own.v, job.v, first, job.keys);
   };
   read_keys(0, tiles[0]);
   FragmentA q, dy;
@@ -298,18 +350,20 @@ DEVICE void attend_backward(const AttentionJob& job) {
 #pragma unroll
   for (u32 h = 0; h < 2; h++) {
     delta[h] = sum_of_four(delta[h]);
-    if (own.row[h] >= job.queries) continue;
-    const u64 i = (u64)own.pair * job.queries + own.row[h];
+    if (own.row(h) >= job.queries) continue;
+    const u64 i = (u64)own.pair * job.queries + own.row(h);
     lse[h] = load_one<F32>(job.lse, i);
     if (lane() % 4 == 0) store_one<F32>(job.delta, i, delta[h]);
   }
   const float factor = job.scale * LOG2_E;
   Sums<8> dq = {};
 #pragma unroll 1
-  for (u32 first = 0, turn = 0; first < own.end; first += SIDE, turn ^= 1) {
+  for (u32 first = 0; first < own.end; first += SIDE) {
+    const u32 turn = first / SIDE % 2;
     wait_for_copies();
     __syncthreads();
     if (first + SIDE < own.end) read_keys(first + SIDE, tiles[turn ^ 1]);
+    const u32 limit[2] = {own.limit(0), own.limit(1)};
     TileBits bits[2];
     if constexpr (MASKED) {
       for (u32 h = 0; h < 2; h++) bits[h].load(rows[h], first);
@@ -319,25 +373,25 @@ DEVICE void attend_backward(const AttentionJob& job) {
 #pragma unroll
     for (u32 half = 0; half < SIDE; half += SIDE / 2) {
       const u32 from = first + half;
-      if (from >= own.most) continue;
+      if (from >= own.most()) continue;
       Sums<4> p, dp;
-      p.multiply(q, tiles[turn][0], half, own.most - from);
-      dp.multiply(dy, tiles[turn][1], half, own.most - from);
-      const bool whole = from + SIDE / 2 <= own.fewest;
+      p.multiply<false>(q, tiles[turn][0], half, own.most() - from);
+      dp.multiply<false>(dy, tiles[turn][1], half, own.most() - from);
+      const bool whole = from + SIDE / 2 <= own.fewest();
 #pragma unroll
       for (u32 i = 0; i < 16; i++) {
         const u32 h = i / 2 % 2, key = half + i / 4 * 8 + own_column() + i % 2;
         const float share = exp2_of(fmaf(p.of[i / 4][i % 4], factor, -lse[h]));
-        const bool sees = (whole || first + key < own.limit[h]) && !(MASKED && bits[h].hides(key));
+        const bool sees = (whole || first + key < limit[h]) && !(MASKED && bits[h].hides(key));
         float& x = dp.of[i / 4][i % 4];
         if (MASKED) x = bits[h].drops(key) ? 0 : x * job.keep;
         x = sees ? share * (x - delta[h]) : 0;
       }
-      dq.add(dp, tiles[turn][0], half, own.most - from);
+      dq.add<false>(dp, tiles[turn][0], half, own.most() - from);
     }
   }
   const float by[2] = {job.scale, job.scale};
-  dq.store(rows_of(job, job.dq, own.pair), job.dq, own.first, job.queries, by);
+  dq.store(rows_of(job, job.dq, own.pair), job.dq, own.first(), job.queries, by);
 }
 /// The gradient of the queries, and `delta`.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attention_backward(const AttentionJob job) {
@@ -433,7 +487,7 @@ DEVICE void attend_backward_keys(const AttentionJob& job) {
         if (__ballot_sync(ALL, !is_hidden) == 0) continue;
       }
       Sums<2> p, dp;
-      p.multiply(k, tiles[turn][0], part, rows);
+      p.multiply<false>(k, tiles[turn][0], part, rows);
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
         const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = lane() / 4 + i / 2 % 2 * 8;
@@ -448,8 +502,8 @@ DEVICE void attend_backward_keys(const AttentionJob& job) {
           const u32 key = lane() / 4 + i / 2 % 2 * 8;
           kept.of[i / 4][i % 4] *= dropped[i / 4 * 2 + i % 2] >> key & 1 ? 0 : job.keep;
         }
-      dv.add(kept, tiles[turn][1], part, rows);
-      dp.multiply(v, tiles[turn][1], part, rows);
+      dv.add<false>(kept, tiles[turn][1], part, rows);
+      dp.multiply<false>(v, tiles[turn][1], part, rows);
 #pragma unroll
       for (u32 i = 0; i < 8; i++) {
         const u32 row = part + i / 4 * 8 + own_column() + i % 2, key = lane() / 4 + i / 2 % 2 * 8;
@@ -458,7 +512,7 @@ DEVICE void attend_backward_keys(const AttentionJob& job) {
         const float dshare = p.of[i / 4][i % 4] * (x - delta[turn][row]);
         x = own + key < limit[turn][row] ? dshare : 0;
       }
-      dk.add(dp, tiles[turn][0], part, rows);
+      dk.add<false>(dp, tiles[turn][0], part, rows);
     }
   }
   const float by[2] = {job.scale, job.scale}, once[2] = {1, 1};

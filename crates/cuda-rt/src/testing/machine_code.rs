@@ -22,6 +22,8 @@ pub struct Limits {
     /// Number of loads of at least 8 bytes that it must have before some store, so that they are in
     /// flight together.
     pub loads_at_once: usize,
+    /// Number of products of tensor cores that it must have somewhere without a branch between.
+    pub products_at_once: usize,
 }
 
 /// A program whose machine code is checked.
@@ -158,9 +160,27 @@ fn check_accesses(limits: &Limits, text: &str) -> Result<(), String> {
     if at_once[1] < limits.loads_at_once {
         return Err(format!("{kernel} has {} wide loads before a store", at_once[1]));
     }
+    let products = products_at_once(body);
+    if products < limits.products_at_once {
+        return Err(format!("{kernel} has {products} products without a branch between"));
+    }
     let wide = |kind: &str| words().any(|word| word.starts_with(kind) && word.contains(".128"));
     if (limits.wide_loads && !wide("LDG.")) || (limits.wide_stores && !wide("STG.")) {
         return Err(format!("{kernel} does not move 16 bytes at a time"));
     }
     Ok(())
+}
+
+/// The most products of tensor cores without a branch between.
+fn products_at_once(body: &str) -> usize {
+    let (mut most, mut count) = (0, 0);
+    for word in body.split_whitespace() {
+        if word.starts_with("HMMA.") {
+            count += 1;
+        } else if ["BRA", "BRX", "CALL", "RET", "EXIT"].iter().any(|kind| word.starts_with(kind)) {
+            count = 0;
+        }
+        most = most.max(count);
+    }
+    most
 }

@@ -82,6 +82,7 @@ fn limits(program: &Program) -> Vec<Limits> {
         wide_loads,
         wide_stores,
         loads_at_once: 0,
+        products_at_once: 0,
     };
     let step = limits("step", 104, true, true);
     match &program.rule {

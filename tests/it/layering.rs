@@ -245,7 +245,7 @@ const NPU_FOLDERS: &[&str] = &[
 const TRAIN_FOLDERS: &[&str] = &[
     "error",
     "process",
-    "cuda_device",
+    "device",
     "age",
     "data",
     "tensors",

@@ -134,7 +134,7 @@ pub(super) fn separate(
     apply3(node("scaled_dot_product_attention", y, backward), [q, k, v]).map(Some)
 }
 
-/// What attention leaves out.
+/// Keys and weights that attention leaves out.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Masked<'a> {
     /// 0 where a query does not attend to a key: `u8` of four dimensions.

@@ -215,7 +215,10 @@ DEVICE void held_layer_norm_backward(const LayerNormJob& job) {
     const u32 base = row * job.count, count = row < job.rows ? job.count : 0;
     const Line line = row < job.rows ? line_of(job.lines, row) : Line{};
     float x[HELD], dy[HELD], sum = 0, dot = 0;
-    team.each(count, [&](u32 j, u32 i) { x[j] = load_one<X>(job.x, base + i), dy[j] = load_one<Dy>(job.dy, base + i); });
+    team.each(count, [&](u32 j, u32 i) {
+      x[j] = load_one<X>(job.x, base + i);
+      dy[j] = load_one<Dy>(job.dy, base + i);
+    });
     team.each(count, [&](u32 j, u32 i) {
       x[j] = (x[j] - line.mean) * line.inverse;
       sums[j] += dy[j], dots[j] += dy[j] * x[j];

@@ -232,8 +232,8 @@ struct Forward {
     if constexpr (MASKED)
       for (u32 h = 0; h < 2; h++) rows[h] = bits_of(job, own.pair, own.row(h));
   }
-  /// Takes a tile of keys and values. It is whole if each row of the warp sees all its keys, but for
-  /// hidden ones: then nothing is left out, so there is no branch between products.
+  /// Takes a tile of keys and values. It is whole if each row of the warp sees all its keys, but
+  /// for hidden ones: then nothing is left out, so there is no branch between products.
   template <bool WHOLE>
   DEVICE void take(u32 first, SharedTile (&tile)[2]) {
     const u32 columns = own.most() - first, limit[2] = {own.limit(0), own.limit(1)};

@@ -101,7 +101,7 @@ struct Norm {
     order: Order,
 }
 
-/// What the backward pass needs of the forward pass.
+/// State of the forward pass for the backward pass.
 struct Kept {
     statistics: Statistics,
     of_batch: bool,

@@ -74,7 +74,7 @@ impl Factors {
         }
     }
 
-    /// What a kernel needs to draw the factors.
+    /// The words that a kernel draws for the factors.
     pub(crate) fn words(&self) -> Words {
         let base = context::with(|context| {
             context.random_base.as_ref().map(|base| (base.at.clone(), base.position))

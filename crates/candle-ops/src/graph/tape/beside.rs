@@ -1,4 +1,5 @@
-//! What an operator's backward pass leaves beside a gradient for the next operator of the tape.
+//! Values that an operator's backward pass leaves beside a gradient for the next operator of the
+//! tape.
 
 use candle_core::Tensor;
 

@@ -485,7 +485,7 @@ struct Pass {
     made: HashMap<TensorId, TensorId>,
     /// Gradients of results and of ends of stretches, and incomplete gradients of leaves.
     waiting: HashMap<TensorId, Tensor>,
-    /// What was left beside a gradient.
+    /// Left beside a gradient.
     #[cfg(feature = "cuda")]
     beside: Option<(TensorId, Tensor)>,
     ready: Box<Ready>,

@@ -25,6 +25,16 @@ fn on_both(
     [run((cpu, &Device::Cpu)), run((own, &gpu))]
 }
 
+/// Launches the kernels of dropout, and of attention with bits.
+pub(super) fn launch_each() {
+    let inputs = [values("qkv", &[1, 2, 3, 8]).to_dtype(DType::F16).unwrap()];
+    on_both(&inputs, 0, |t| {
+        let mask = mask(&[3, 3]).to_device(t[0].device())?;
+        let options = SdpaOptions { mask: Some(&mask), dropout: 0.5, ..Default::default() };
+        dropout(&scaled_dot_product_attention(&t[0], &t[0], &t[0], options)?, 0.5)
+    });
+}
+
 /// At the edges of ChaCha8's blocks of 16 words, of its counter's 32 bits, and of vectors.
 #[test]
 fn dropout_draws_the_words_of_the_cpu() {

@@ -533,6 +533,7 @@ fn every_kernel_is_launched() {
         let options = AttentionOptions { heads: 2, causal: true };
         let qkv = [values("qkv", &[1, 3, 48])];
         assert_alike(&kernels, "attention", &qkv, |t| self_attention(&t[0], options));
+        super::dropout_tests::launch_each();
         let one = Tensor::ones(3, DType::F32, &device).unwrap();
         let [mean, var, weight, bias] = [&one; 4].map(|t| t.copy().unwrap());
         let layer = nn::BatchNorm::new(3, mean, var, weight, bias, 1e-5).unwrap();

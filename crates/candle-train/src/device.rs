@@ -10,6 +10,7 @@
 )]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use candle_core::Device;
 use collective::init::Accelerator;
@@ -56,13 +57,24 @@ pub fn device() -> Result<Device> {
         return Ok(Device::Cpu);
     }
     match cuda_device(topology.device(Accelerator::Cuda)?) {
-        // The other ranks wait in `build`. There all learn why this one does not come.
+        // The other ranks wait in `build`, and learn there why this one does not come. If the
+        // program joins in another way, nobody is there, and this one gives up.
         Err(error) if topology.world_size > 1 => {
-            Err(join_gpus(&topology).err().unwrap_or_else(|| error.into()))
+            match join_gpus(&topology, group_options().with_timeout(TELLING)) {
+                Err(Error::Step(train_step::Error::Collective(told)))
+                    if !told.is_caused_by_peer() =>
+                {
+                    Err(told.into())
+                }
+                _ => Err(error.into()),
+            }
         }
         opened => Ok(opened?),
     }
 }
+
+/// Time that a rank without its GPU has to tell the others.
+const TELLING: Duration = Duration::from_secs(60);
 
 pub(crate) fn topology() -> Result<Topology> {
     Ok(Topology::from_env(|name| std::env::var(name).ok())?)
@@ -72,17 +84,17 @@ pub(crate) fn topology() -> Result<Topology> {
 pub(crate) fn join(device: &Device) -> Result<ProcessGroup> {
     let topology = topology()?;
     if cfg!(feature = "cuda") && device.is_cuda() && topology.world_size > 1 {
-        return join_gpus(&topology);
+        return join_gpus(&topology, group_options());
     }
     Ok(init_process_group(&topology, group_options())?)
 }
 
 /// As [`join`], of ranks on GPUs.
-fn join_gpus(topology: &Topology) -> Result<ProcessGroup> {
+fn join_gpus(topology: &Topology, options: GroupOptions) -> Result<ProcessGroup> {
     let index = topology.device(Accelerator::Cuda)?;
     let index =
         u32::try_from(index).map_err(|_| Error::InvalidArgument(format!("CUDA device {index}")))?;
-    let options = group_options().with_transport(Transport::Nccl).with_cuda_device(index);
+    let options = options.with_transport(Transport::Nccl).with_cuda_device(index);
     Ok(init_process_group(topology, options)?)
 }
 

@@ -17,8 +17,8 @@ fi
 cargo build --quiet --release -p benches --features candle --bin side_by_side_rnn
 ours=${CARGO_TARGET_DIR:-target}/release/side_by_side_rnn
 export OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
-# Both keep the memory that they free, as a trainer of ours does: else each run gets new pages.
-export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
+# Both keep the memory that they free, as a trainer of ours does, unless NEW_PAGES is set.
+[ -n "${NEW_PAGES:-}" ] || export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
 
 echo "$(date -u +%F), $(lscpu | sed -n 's/^Model name: *//p'), $(nproc --all) cores, Linux $(uname -r)"
 echo "| kind | ours, ms | PyTorch, ms | candle-nn, ms | ours / PyTorch |"
